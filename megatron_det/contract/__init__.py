@@ -1,0 +1,1 @@
+"""Contract: levels, options and the operation catalogue. Pure data."""
