@@ -1,0 +1,1 @@
+"""Public helpers for tests: injected faults (``chaos``)."""

@@ -1,0 +1,36 @@
+"""The main job on every layout: twice in fresh processes, continued, resumed, and a cold arm that must differ."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.training]
+
+TP2 = ("--tensor-model-parallel-size", "2")
+PP2 = ("--pipeline-model-parallel-size", "2")
+EP2 = ("--expert-model-parallel-size", "2")
+
+LAYOUTS = {
+    "gpt-dp2": (2, "gpt", ()),
+    "gpt-dp4": (4, "gpt", ()),
+    "gpt-tp2": (2, "gpt", TP2),
+    "gpt-pp2": (2, "gpt", PP2),
+    "gpt-tp2-pp2": (4, "gpt", TP2 + PP2),
+    "moe-ep2": (2, "moe", EP2),
+    "moe-ep2-dp2": (4, "moe", EP2),
+    "moe-ep2-forced-balance": (2, "moe", (*EP2, "--moe-router-force-load-balancing")),
+    "gpt-dp2-fp32": (2, "gpt", ("--det-test-fp32",)),
+}
+SAME = ("a", "b", "continued", "resumed")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_repeats_and_resumes(name, launch, verify):
+    nproc, config, flags = LAYOUTS[name]
+    verdict = verify(["--iters", "4", "--resume-at", "2"], launch(nproc, config, *flags))
+    assert verdict.code == 0, verdict.output
+    arms = verdict.arms()
+    assert {arm: arms[arm] for arm in SAME} == dict.fromkeys(SAME, "identical"), verdict.output
+    assert arms["cold"] == "differs, as it must", verdict.output
+    assert verdict.json["verdict"] == "identical"
+    assert {arm["ranks"] for arm in verdict.json["arms"]} == {nproc}
