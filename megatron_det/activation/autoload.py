@@ -1,0 +1,5 @@
+"""Torch entry point (first version: does nothing)."""
+
+
+def autoload() -> None:
+    """Called by ``import torch``."""

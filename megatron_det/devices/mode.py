@@ -1,0 +1,84 @@
+"""Rewrites what Python code asks of torch: device arguments, ``.cuda()``, type names, random draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_det.devices.streams import Streams
+
+CPU = torch.device("cpu")
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether this device argument names a CUDA device (a bare index does)."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def is_cpu(device: Any) -> bool:
+    return (isinstance(device, torch.device) and device.type == "cpu") or device == "cpu"
+
+
+class StandInMode(TorchFunctionMode):
+    """Active for the whole process. Backward of CPU graphs runs in the calling thread, so it holds there too."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+        self.special: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.cuda: _stay,
+            torch.Tensor.pin_memory: _stay,
+            torch.Tensor.cpu: _copy_to_host,
+            torch.Tensor.to: _to,
+            torch.Tensor.type: _type,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs) if kwargs else {}
+        asked_for_cuda = is_cuda(kwargs.get("device"))
+        if asked_for_cuda:
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        special = self.special.get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if self.streams.is_device_draw(name, kwargs, asked_for_cuda):
+            with self.streams.drawing():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _stay(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
+
+
+def _copy_to_host(tensor: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
+    """On a GPU ``.cpu()`` is a copy: a snapshot must not change when the parameter does."""
+    return tensor.clone(**kwargs)
+
+
+def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    devices = [a for a in args[:1] if is_cuda(a)]
+    if devices:
+        args = (CPU, *args[1:])
+    moved = torch.Tensor.to(tensor, *args, **kwargs)
+    to_host = any(is_cpu(a) for a in args[:1]) and not devices
+    return moved.clone() if to_host and moved is tensor else moved
+
+
+def _type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Megatron compares ``tensor.type()`` with ``'torch.cuda.BFloat16Tensor'``."""
+    if dtype is None:
+        return torch.Tensor.type(tensor).replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.")
+    return torch.Tensor.type(tensor, dtype, *args, **kwargs)

@@ -1,0 +1,201 @@
+"""Replacing symbols of other packages: all or nothing, counted, and undone to the exact identities.
+
+A ``Patch`` names its target ``package.module:Qual.name``. ``make(original, ran)`` returns the replacement and must
+call ``ran()`` each time the replacement runs: a patch that never ran is found by its count, not by hope.
+Copies of the symbol in other modules (``from x import f``) are rebound and undone too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from megatron_det.errors import PatchError
+
+Make = Callable[[Any, Callable[[], None]], Any]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replacement. ``stack`` allows another patch of the same plan on the same target (outermost last)."""
+
+    id: str
+    target: str
+    make: Make
+    why: str
+    reaches: str = ""
+    leaves_alone: str = ""
+    upstream: str = ""
+    drop_when: str = ""
+    stack: bool = False
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> str:
+        return self.target.partition(":")[2]
+
+
+@dataclass(frozen=True)
+class Rebinding:
+    """One attribute that was set: where, to what, and what was there before."""
+
+    patch: str
+    holder: Any
+    attribute: str
+    old: Any
+    new: Any
+    inherited: bool
+
+    def undo(self) -> None:
+        if self.inherited:
+            delattr(self.holder, self.attribute)
+        else:
+            setattr(self.holder, self.attribute, self.old)
+
+    @property
+    def where(self) -> str:
+        return f"{getattr(self.holder, '__name__', self.holder)}.{self.attribute}"
+
+
+@dataclass
+class Applied:
+    """What was applied. ``undo`` restores every identity, last first."""
+
+    patches: list[Patch] = field(default_factory=list)
+    rebindings: list[Rebinding] = field(default_factory=list)
+    counter: Counter[str] = field(default_factory=Counter)
+
+    def undo(self) -> None:
+        while self.rebindings:
+            self.rebindings.pop().undo()
+        self.patches.clear()
+
+    def counts(self) -> dict[str, int]:
+        return {patch.id: self.counter[patch.id] for patch in self.patches}
+
+    def never_ran(self) -> list[str]:
+        return [patch.id for patch in self.patches if not self.counter[patch.id]]
+
+    def log(self) -> list[dict[str, str]]:
+        return [
+            {"id": r.patch, "where": r.where, "old": _name(r.old), "new": _name(r.new)} for r in self.rebindings
+        ]
+
+
+def apply(patches: Iterable[Patch], into: Applied | None = None) -> Applied:
+    """Applies all patches, or none. Raises: PatchError for a missing target or two plugins on one symbol."""
+    applied = into if into is not None else Applied()
+    done_before = len(applied.rebindings)
+    try:
+        for patch in patches:
+            _apply_one(patch, applied)
+    except BaseException:
+        while len(applied.rebindings) > done_before:
+            applied.rebindings.pop().undo()
+        raise
+    return applied
+
+
+def apply_when_imported(patches: Iterable[Patch], into: Applied | None = None) -> Applied:
+    """Applies each patch as soon as its module is imported (at once when it is already there)."""
+    applied = into if into is not None else Applied()
+    waiting: dict[str, list[Patch]] = {}
+    for patch in patches:
+        if patch.module in sys.modules:
+            apply([patch], applied)
+        else:
+            waiting.setdefault(patch.module, []).append(patch)
+    for module, group in waiting.items():
+
+        def hook(_: ModuleType, group: list[Patch] = group) -> None:
+            apply(group, applied)
+
+        wrapt.register_post_import_hook(hook, module)
+    return applied
+
+
+def resolve(target: str) -> tuple[Any, str, Any]:
+    """``package.module:Qual.name`` -> (holder, attribute, value). Raises: ImportError, AttributeError."""
+    module, _, path = target.partition(":")
+    holder: Any = importlib.import_module(module)
+    *parents, attribute = path.split(".")
+    for name in parents:
+        holder = getattr(holder, name)
+    return holder, attribute, getattr(holder, attribute)
+
+
+def _apply_one(patch: Patch, applied: Applied) -> None:
+    try:
+        holder, attribute, original = resolve(patch.target)
+    except (ImportError, AttributeError) as error:
+        raise PatchError.of(
+            "DET-PATCH-TARGET",
+            f"patch {patch.id}",
+            found=f"no {patch.target} ({error})",
+            needed="the symbol that this patch was written for",
+            why="Another release moved or removed it; training without the patch would break a promise.",
+            do="use a supported version (see the README), or report the release that you use.",
+        ) from error
+    _refuse_second(patch, applied)
+
+    def ran() -> None:
+        applied.counter[patch.id] += 1
+
+    replacement = patch.make(original, ran)
+    inherited = isinstance(holder, type) and attribute not in vars(holder)
+    _bind(applied, Rebinding(patch.id, holder, attribute, original, replacement, inherited))
+    if isinstance(holder, ModuleType):
+        for module, name in _copies(original, holder, attribute):
+            _bind(applied, Rebinding(patch.id, module, name, original, replacement, inherited=False))
+    applied.patches.append(patch)
+
+
+def _refuse_second(patch: Patch, applied: Applied) -> None:
+    others = [p for p in applied.patches if p.target == patch.target]
+    if others and not (patch.stack or all(p.stack for p in others)):
+        raise PatchError.of(
+            "DET-PATCH-TWICE",
+            f"patch {patch.id}",
+            found=f"{patch.target} is already replaced by {others[0].id}",
+            needed="one owner per symbol",
+            why="The second would silently change what the first one promises.",
+            do="remove one of the two plugins.",
+        )
+
+
+def _bind(applied: Applied, rebinding: Rebinding) -> None:
+    old = rebinding.old
+    if isinstance(rebinding.holder, type):  # keep staticmethod / property objects as they were
+        old = vars(rebinding.holder).get(rebinding.attribute, old)
+    setattr(rebinding.holder, rebinding.attribute, rebinding.new)
+    applied.rebindings.append(
+        Rebinding(rebinding.patch, rebinding.holder, rebinding.attribute, old, rebinding.new, rebinding.inherited)
+    )
+
+
+def _copies(original: Any, holder: ModuleType, attribute: str) -> list[tuple[ModuleType, str]]:
+    """Global names of imported modules that are this very function or class."""
+    if not (callable(original) and hasattr(original, "__name__")):
+        return []
+    found = []
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.startswith("megatron_det"):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is original and not (module is holder and name == attribute):
+                found.append((module, name))
+    return found
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', type(value).__name__)}"
