@@ -1,0 +1,1 @@
+"""File formats of the project: digest, ledger, manifest. stdlib and numpy only."""
