@@ -1,0 +1,17 @@
+"""The replaced Megatron symbols, one file each. ``patches(run)`` is the whole plan of one run, in order."""
+
+from __future__ import annotations
+
+from megatron_det.patching.engine import Patch
+from megatron_det.patching.inventory.run import Run
+
+
+def patches(run: Run) -> list[Patch]:
+    """All patches of a run. At level ``observe`` only those that record: the control arm is stock Megatron."""
+    from megatron_det.patching.inventory import checkpoint, data, distrib_optimizer, pretrain, scheduler, train_step
+
+    tap = data.DataTap()
+    plan = [*data.patches(tap), *train_step.patches(run, tap), *pretrain.patches(run)]
+    if run.options.level != "observe":
+        plan += [*checkpoint.patches(run), *distrib_optimizer.patches(), *scheduler.patches()]
+    return plan
