@@ -7,6 +7,7 @@ training; 3 a running job stopped because a guarantee broke.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Self
 
 EXIT_DIFFERS = 1
 EXIT_REFUSED = 2
@@ -44,7 +45,7 @@ class DetError(Exception):
         self.finding = finding
 
     @classmethod
-    def of(cls, code: str, what: str, *, found: object, needed: str, why: str, do: str) -> DetError:
+    def of(cls, code: str, what: str, *, found: object, needed: str, why: str, do: str) -> Self:
         return cls(Finding(code, what, str(found), needed, why, do))
 
 

@@ -28,7 +28,7 @@ def switch_in_modules(model: list[Any]) -> Iterator[Finding]:
     for chunk in model:
         for name, module in chunk.named_modules():
             config = getattr(module, "config", None)
-            if not hasattr(config, "deterministic_mode"):
+            if config is None or not hasattr(config, "deterministic_mode"):
                 continue
             seen += 1
             copied = getattr(module, "deterministic_mode", True)

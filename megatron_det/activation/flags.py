@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def from_namespace(namespace: argparse.Namespace) -> Options:
-    values = {}
+    values: dict[str, Any] = {}
     for field in fields(Options):
         value = getattr(namespace, destination(field.metadata["flag"]))
         values[field.name] = tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Process groups of the stand-in: gloo, whatever backend was asked for. Only the call is adapted, never a sum's order."""
+"""Process groups of the stand-in: gloo, whatever was asked for. The call is adapted, never the order of a sum."""
 
 from __future__ import annotations
 
@@ -75,8 +75,14 @@ def all_to_all_single(original: Any, streams: Streams) -> Any:
         return sizes.tolist() if hasattr(sizes, "tolist") else sizes
 
     def run(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
-        return original(output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs)
+        sizes = as_list(output_split_sizes), as_list(input_split_sizes)
+        return original(output, input, *sizes, group=group, async_op=async_op)
 
     return run

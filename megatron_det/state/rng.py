@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import random
+import struct
 from typing import Any
 
 import numpy as np
@@ -97,11 +98,14 @@ def value(piece: State) -> dict[str, Any]:
     if "bytes" in piece:
         array = np.frombuffer(base64.b64decode(piece["bytes"]), dtype=np.uint8)
         return digest_array(array, "uint8", array.shape).as_value()
-    rest = [piece.get("position", 0), piece.get("has_gauss", 0), hash_text(str(piece["gauss"]))]
+    rest = [piece.get("position", 0), piece.get("has_gauss", 0), gauss_bits(piece["gauss"])]
     array = np.array([*piece["words"], *rest], dtype=np.uint64)
     return digest_array(array, "uint64", array.shape).as_value()
 
 
-def hash_text(text: str) -> int:
-    """A number for the cached Gaussian, which is a float or None."""
-    return int.from_bytes(text.encode()[:8].ljust(8, b"\0"), "big")
+def gauss_bits(gauss: float | str | None) -> int:
+    """The cached Gaussian of a generator as its bits; all ones where there is none."""
+    if gauss is None:
+        return 2**64 - 1
+    number = float.fromhex(gauss) if isinstance(gauss, str) else gauss
+    return int.from_bytes(struct.pack(">d", number), "big")

@@ -98,7 +98,7 @@ def _problem(code: str, file: Path, found: str, needed: str, why: str, do: str) 
 def check(document: dict[str, Any], model: list[Any], optimizer: Any, scheduler: Any) -> None:
     """Compares what was loaded with what was saved, before the first step. Raises: GuaranteeBroken with the first
     piece that differs and how many do."""
-    saved = {name: value for name, value in document["items"]}
+    saved = dict(document["items"])
     found = dict(
         [*closure.option_items("state", optimizer, scheduler), *closure.tensor_items("state", model, optimizer)]
     )

@@ -4,8 +4,8 @@ Replaces      ``save_checkpoint``, ``maybe_save_dataloader_state``, ``load_check
               ``megatron.training.checkpointing`` and ``megatron.core.dist_checkpointing.save``
 Why           ``maybe_save_dataloader_state`` (format ``torch``) and the return of ``dist_checkpointing.save``
               (``torch_dist``, sync and async) are reached by all ranks before the tracker file names the checkpoint
-Upstream      the ``rng_state`` object has the key (pp, tp): expert-parallel ranks get the stream of their peer (0.19.2 and
-              main of 2026-08); the CPU stream moves when iterators are built after the load
+Upstream      the ``rng_state`` object has the key (pp, tp): expert-parallel ranks get the stream of their peer
+              (0.19.2 and main of 2026-08); the CPU stream moves when iterators are built after the load
 Reaches       ``torch_dist`` and ``torch`` formats
 Leaves alone  Megatron's own files: stock Megatron loads the checkpoint as before
 Drop when     upstream saves RNG per global rank and restores it last

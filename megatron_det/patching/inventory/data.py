@@ -88,7 +88,8 @@ def _iterate(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[
 
 def patches(tap: DataTap) -> list[Patch]:
     why = "the ledger records the data that a step used"
-    tapped = Patch("data-iterator-next", "megatron.core.rerun_state_machine:RerunDataIterator.__next__", _next(tap), why)
+    target = "megatron.core.rerun_state_machine:RerunDataIterator.__next__"
+    tapped = Patch("data-iterator-next", target, _next(tap), why)
     module = "megatron.training.datasets.data_samplers"
     return [tapped] + [
         Patch(f"sampler-{name}", f"{module}:{name}.__iter__", _iterate, why, stack=True) for name in SAMPLERS

@@ -62,6 +62,8 @@ def _load_state_dict(original: Callable[..., Any], ran: Callable[[], None]) -> C
         step = float(state_dict["optimizer"]["param_groups"][0]["step"])
         for state in self.optimizer.state.values():
             state["step"] = torch.tensor(step, dtype=torch.float32)
+        for group in self.optimizer.param_groups:
+            group.pop("step", None)  # the checkpoint's form of the step; torch's Adam keeps it per parameter
         return result
 
     return load_state_dict

@@ -73,7 +73,8 @@ class Step:
 def _consumed(names: dict[str, Any]) -> int:
     """Samples consumed when this iteration is done, as Megatron counts them after ``train_step``."""
     args = names["get_args"]()
-    return args.consumed_train_samples + names["get_num_microbatches"]() * args.micro_batch_size * args.data_parallel_size
+    batch = names["get_num_microbatches"]() * args.micro_batch_size * args.data_parallel_size
+    return args.consumed_train_samples + batch
 
 
 def _numbers(result: Any) -> Iterator[Item]:
