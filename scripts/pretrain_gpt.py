@@ -21,6 +21,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
+
 from megatron_det.errors import FormatError
 from megatron_det.formats.argfile import expand_argument_files
 

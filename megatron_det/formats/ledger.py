@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -68,13 +67,12 @@ class LedgerWriter:
         """The file appears with its header or not at all; one that exists is never touched."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=".new-")
-            with os.fdopen(handle, "w") as file:
-                file.write(first_line)
+            name = self.path.with_name(f".new-{self.path.name}-{os.getpid()}")
+            name.write_text(first_line)
             try:
                 os.link(name, self.path)
             finally:
-                os.unlink(name)
+                name.unlink()
         except FileExistsError as error:
             raise problem(
                 "DET-LEDGER-FOREIGN", self.path, "a ledger of another run", "a directory without ledgers",
@@ -181,9 +179,7 @@ def _from_header(path: Path, header: dict[str, Any] | None) -> RankLedger:
             "Fields may mean something else.", "read it with the megatron-det version that wrote it.",
         )  # fmt: skip
     try:
-        return RankLedger(
-            path, header["run_id"], header["rank"], header["world_size"], header["start_iteration"]
-        )
+        return RankLedger(path, header["run_id"], header["rank"], header["world_size"], header["start_iteration"])
     except KeyError as error:
         raise _foreign(path, f"a header without {error}") from error
 

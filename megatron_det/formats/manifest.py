@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,10 +50,8 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     """Writes a small JSON document: whole or not at all. Raises: FormatError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-        with os.fdopen(handle, "w") as file:
-            json.dump(document, file, indent=1, sort_keys=True)
-            file.write("\n")
+        name = path.with_name(f".new-{path.name}-{os.getpid()}")
+        name.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
         os.replace(name, path)
     except OSError as error:
         raise FormatError.of(

@@ -18,9 +18,7 @@ def _as_int64(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-GOLDEN, MUL1, MUL2 = (
-    _as_int64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+GOLDEN, MUL1, MUL2 = (_as_int64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,5 +90,3 @@ def value(item: Any) -> dict[str, Any]:
         array = words(item).numpy().view(f"u{item.element_size()}")
         return scalars.from_bits(KINDS[item.dtype], int(array[0]))
     return scalars.of_python(item.item())
-
-

@@ -87,21 +87,20 @@ class Applied:
         return [patch.id for patch in self.patches if not self.counter[patch.id]]
 
     def log(self) -> list[dict[str, str]]:
-        return [
-            {"id": r.patch, "where": r.where, "old": _name(r.old), "new": _name(r.new)} for r in self.rebindings
-        ]
+        return [{"id": r.patch, "where": r.where, "old": _name(r.old), "new": _name(r.new)} for r in self.rebindings]
 
 
 def apply(patches: Iterable[Patch], into: Applied | None = None) -> Applied:
     """Applies all patches, or none. Raises: PatchError for a missing target or two plugins on one symbol."""
     applied = into if into is not None else Applied()
-    done_before = len(applied.rebindings)
+    done_before, patches_before = len(applied.rebindings), len(applied.patches)
     try:
         for patch in patches:
             _apply_one(patch, applied)
     except BaseException:
         while len(applied.rebindings) > done_before:
             applied.rebindings.pop().undo()
+        del applied.patches[patches_before:]
         raise
     return applied
 

@@ -45,9 +45,7 @@ def capture(
 
 def write(checkpoint: Path, document: dict[str, Any]) -> None:
     """Raises: FormatError when the checkpoint's directory cannot be written."""
-    manifest.write_json(
-        path(checkpoint, document["rank"]), {**document, "crc": manifest.checksum(_plain(document))}
-    )
+    manifest.write_json(path(checkpoint, document["rank"]), {**document, "crc": manifest.checksum(_plain(document))})
 
 
 def _plain(document: dict[str, Any]) -> dict[str, Any]:

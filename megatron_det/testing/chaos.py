@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from megatron_det.errors import Finding, Refused
@@ -141,11 +142,16 @@ def _switch_off(spec: Spec, run: Any) -> list[Patch]:
     return []
 
 
+def _arguments() -> Any:
+    """Megatron's arguments; this room does not import Megatron by itself."""
+    return import_module("megatron.training").get_args()
+
+
 def _skip_rng_restore(spec: Spec, run: Any) -> list[Patch]:
     def make(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[..., Any]:
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             ran()
-            original.__globals__["get_args"]().no_load_rng = True
+            _arguments().no_load_rng = True
             return original(*args, **kwargs)
 
         return load_checkpoint
@@ -158,7 +164,7 @@ def _swap_sample(spec: Spec, run: Any) -> list[Patch]:
     def make(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[..., Any]:
         def iterate(sampler: Any) -> Iterator[list[int]]:
             size = sampler.micro_batch_times_data_parallel_size
-            start = (spec.integer("iteration", 3) - 1) * original.__globals__["get_args"]().global_batch_size
+            start = (spec.integer("iteration", 3) - 1) * _arguments().global_batch_size
             for number, indices in enumerate(original(sampler), start=sampler.consumed_samples // size):
                 if number == start // size:
                     ran()

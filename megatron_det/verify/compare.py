@@ -163,10 +163,14 @@ def _phase(name: str) -> int:
     return PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 
+def _causal(name: str) -> tuple[int, int]:
+    """Phases in their order; within one, the schedule before the tensors."""
+    parts = name.split("/")
+    return _phase(name), 0 if len(parts) > 1 and parts[1] in OPTION_KINDS else 1
+
+
 def _priority(difference: Difference) -> tuple[int, int, int]:
-    parts = difference.quantity.split("/")
-    option = len(parts) > 1 and parts[1] in OPTION_KINDS
-    return _phase(difference.quantity), 0 if option else 1, difference.rank
+    return *_causal(difference.quantity), difference.rank
 
 
 def _rank(a: RankLedger, b: RankLedger, iteration: int) -> Difference | None:
@@ -180,7 +184,7 @@ def _rank(a: RankLedger, b: RankLedger, iteration: int) -> Difference | None:
     wrong = [name for name in names if one.get(name) != other.get(name)]
     if not wrong:
         return None
-    name = min(wrong, key=_phase)
+    name = min(wrong, key=_causal)
     x, y = one.get(name, ABSENT), other.get(name, ABSENT)
     cause = CAUSES.get(name.split("/", 1)[0], "numbers differ")
     return Difference(

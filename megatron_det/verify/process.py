@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -63,7 +64,19 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+LAUNCHER = "torch/distributed/elastic"
+ERROR = re.compile(r"^(\[rank\d+\]:\s*)?[\w.]*(Error|Exception|error):")
+
+
 def tail(log: Path, lines: int = 12) -> list[str]:
-    """The last lines of a log that are not empty."""
+    """The last lines that the script wrote: what torchrun says after a failure is about torchrun."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    return [line for line in text.splitlines() if line.strip()][-lines:]
+    written = [line for line in text.splitlines() if line.strip()]
+    ends = next((number for number, line in enumerate(written) if LAUNCHER in line), len(written))
+    return (written[:ends] or written)[-lines:]
+
+
+def cause(lines: list[str]) -> str:
+    """The line that says what went wrong: the last one that looks like an error, else the last."""
+    found = [line for line in lines if ERROR.match(line.strip())]
+    return (found or lines or ["no output"])[-1].strip()

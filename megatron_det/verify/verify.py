@@ -126,10 +126,9 @@ def _explain_failure(job: Job, arm: a.Arm, log: Path) -> None:
             finding["code"], f"arm {arm.name}, rank {rank}: {finding['what']}", found=finding["found"],
             needed=finding["needed"], why=finding["why"], do=finding["do"],
         )  # fmt: skip
-    last = next((line for line in reversed(job.lines) if "Error" in line), job.lines[-1] if job.lines else "no output")
     raise FormatError.of(
-        "DET-ARM", f"arm {arm.name}", found=f"exit code {arm.exit_code}: {last.strip()}", needed="a run that ends well",
-        why="An arm that failed proves nothing.", do=f"read {log}.",
+        "DET-ARM", f"arm {arm.name}", found=f"exit code {arm.exit_code}: {process.cause(job.lines)}",
+        needed="a run that ends well", why="An arm that failed proves nothing.", do=f"read {log}.",
     )  # fmt: skip
 
 

@@ -18,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.training import get_args
+from megatron.training.checkpointing import get_checkpoint_name
+
 from megatron_det.errors import CheckpointError, DetError
 from megatron_det.patching.engine import Patch
 from megatron_det.patching.inventory.run import Run
@@ -59,10 +62,8 @@ class Checkpoints:
             iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any
         ) -> Any:
             ran()
-            layout_now = layout(original.__globals__["get_args"]())
-            self.pending = sidecar.capture(
-                iteration, self.run.rank, layout_now, model, optimizer, opt_param_scheduler
-            )
+            layout_now = layout(get_args())
+            self.pending = sidecar.capture(iteration, self.run.rank, layout_now, model, optimizer, opt_param_scheduler)
             try:
                 return original(iteration, model, optimizer, opt_param_scheduler, *args, **kwargs)
             finally:
@@ -73,11 +74,10 @@ class Checkpoints:
     def write_legacy(self, original: Any, ran: Callable[[], None]) -> Any:
         def maybe_save_dataloader_state(iterator: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
             result = original(iterator, iteration, *args, **kwargs)
-            names = original.__globals__
-            args_now = names["get_args"]()
+            args_now = get_args()
             if self.pending is not None and args_now.ckpt_format == "torch":
                 ran()
-                folder = names["get_checkpoint_name"](args_now.save, iteration, return_base_dir=True)
+                folder = get_checkpoint_name(args_now.save, iteration, return_base_dir=True)
                 sidecar.write(Path(folder), self.pending)
             return result
 
@@ -97,13 +97,12 @@ class Checkpoints:
     def load(self, original: Any, ran: Callable[[], None]) -> Any:
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
             ran()
-            names = original.__globals__
-            self.args = names["get_args"]()
+            self.args = get_args()
             directory = getattr(self.args, kwargs.get("load_arg", "load"))
             result = readable(original, directory, args, kwargs)
             iteration = int(result[0])
             if iteration and directory and not self.args.finetune:
-                self._read(Path(names["get_checkpoint_name"](directory, iteration, return_base_dir=True)), iteration)
+                self._read(Path(get_checkpoint_name(directory, iteration, return_base_dir=True)), iteration)
             return result
 
         return load_checkpoint

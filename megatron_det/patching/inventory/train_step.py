@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.training import get_args
 
 from megatron_det.formats import scalars
 from megatron_det.kernels.fingerprint import value
@@ -50,7 +52,7 @@ class Step:
                 return result
             recorder.extend([*data, *before, *_numbers(result)])
             recorder.extend(self._state("after", number, model, optimizer, scheduler))
-            recorder.commit(number, _consumed(original.__globals__))
+            recorder.commit(number, _consumed())
             return result
 
         return train_step
@@ -70,10 +72,10 @@ class Step:
             yield from closure.tensor_items(phase, model, optimizer)
 
 
-def _consumed(names: dict[str, Any]) -> int:
+def _consumed() -> int:
     """Samples consumed when this iteration is done, as Megatron counts them after ``train_step``."""
-    args = names["get_args"]()
-    batch = names["get_num_microbatches"]() * args.micro_batch_size * args.data_parallel_size
+    args = get_args()
+    batch = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
     return args.consumed_train_samples + batch
 
 
