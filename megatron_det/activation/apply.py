@@ -17,6 +17,7 @@ from megatron.training import determinism
 from megatron_det import devices
 from megatron_det.activation import built, environment, flags, manifest, switches
 from megatron_det.activation.start import Activation
+from megatron_det.contract.levels import weakest
 from megatron_det.contract.options import Options
 from megatron_det.errors import DetError, Finding
 from megatron_det.formats import manifest as manifest_format
@@ -139,8 +140,9 @@ def run_id() -> str:
 
 def announce(options: Options, run: Run, plan: list[engine.Patch]) -> None:
     """What changed, and the weakest link, on rank 0."""
-    device = run.manifest["device"]
+    device, link = run.manifest["device"], weakest()
     print(f"megatron-det: level {options.level}, device {device}, {len(plan)} patches", flush=True)
+    print(f"megatron-det: weakest link: {link.name} ({link.level}): {link.why}", flush=True)
     for patch in plan:
         print(f"megatron-det:   {patch.id}: {patch.why}", flush=True)
     for code in options.allow:

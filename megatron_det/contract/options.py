@@ -20,10 +20,10 @@ class Options:
 
     det: bool = option(False, "--det", "train bitwise reproducibly and resumably; refuse what cannot be vouched for")
     level: str = option(
-        "placement",
+        "run",
         "--det-level",
-        "contract level: 'run' (same bits again), 'placement' (and wherever the ranks are placed), "
-        "or 'observe' (change nothing, promise nothing, only record)",
+        "contract level: 'run' (same bits again), 'placement' (and wherever the ranks are placed; refused until the "
+        "collectives reach it), or 'observe' (change nothing, promise nothing, only record)",
         choices=("observe", "run", "placement"),
     )
     ledger: str | None = option(

@@ -20,6 +20,7 @@ class StandIn:
         self.streams = Streams()
         self.applied = Applied()
         self.mode = StandInMode(self.streams)
+        self.streams.mode = self.mode
 
     def start(self) -> None:
         apply_when_imported(patches(self.streams), self.applied)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from megatron_det.devices.streams import Streams
 
@@ -27,7 +28,7 @@ def is_cpu(device: Any) -> bool:
 
 
 class StandInMode(TorchFunctionMode):
-    """Active for the whole process. Backward of CPU graphs runs in the calling thread, so it holds there too."""
+    """Active for the whole process, backward included: CPU graphs run in the calling thread."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
@@ -55,6 +56,16 @@ class StandInMode(TorchFunctionMode):
             with self.streams.drawing():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """torch takes the mode off while it handles a function. A backward is one, and what runs inside (recomputation,
+        custom functions) needs the mode: it is put on again, unless it is on."""
+        if any(mode is self for mode in _get_current_function_mode_stack()):
+            yield
+        else:
+            with self:
+                yield
 
 
 def _stay(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

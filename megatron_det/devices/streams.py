@@ -19,15 +19,14 @@ from typing import Any
 import torch
 
 FACTORIES = frozenset({"rand", "randn", "randint", "randperm", "normal"})
-DRAWS = frozenset(
-    {
-        "alpha_dropout", "alpha_dropout_", "bernoulli", "bernoulli_", "binomial", "cauchy_", "dropout", "dropout1d",
-        "dropout2d", "dropout3d", "dropout_", "exponential_", "feature_alpha_dropout", "feature_alpha_dropout_",
-        "feature_dropout", "feature_dropout_", "geometric_", "gumbel_softmax", "log_normal_", "multinomial",
-        "native_dropout", "normal_", "poisson", "rand_like", "randint_like", "randn_like", "random_", "rrelu",
-        "rrelu_", "scaled_dot_product_attention", "uniform_",
-    }
-)  # fmt: skip
+DRAW_NAMES = """
+    alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout1d dropout2d dropout3d dropout_
+    exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ geometric_
+    gumbel_softmax kaiming_normal_ kaiming_uniform_ log_normal_ multi_head_attention_forward multinomial
+    native_dropout normal_ poisson rand_like randint_like randn_like random_ rrelu rrelu_
+    scaled_dot_product_attention trunc_normal_ uniform_ xavier_normal_ xavier_uniform_
+"""
+DRAWS = frozenset(DRAW_NAMES.split())
 
 
 class Streams:
@@ -37,6 +36,7 @@ class Streams:
         self.device = torch.Generator()
         self.device.set_state(torch.default_generator.get_state())
         self._host_depth = 0
+        self.mode: Any = None  # the StandInMode that uses these streams
 
     @contextmanager
     def host(self) -> Iterator[None]:

@@ -53,6 +53,14 @@ def inside_host_stream(original: Any, streams: Streams) -> Any:
     return run
 
 
+def inside_mode(original: Any, streams: Streams) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with streams.mode.again():
+            return original(*args, **kwargs)
+
+    return run
+
+
 def _local_world_size(original: Any, streams: Streams) -> Any:
     return lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
@@ -159,6 +167,8 @@ TABLE: tuple[Redirect, ...] = (
         inside_host_stream,
         "--use-cpu-initialization draws on the host",
     ),
+    # autograd
+    Redirect("torch.autograd:_engine_run_backward", inside_mode, "recomputation inside a backward is redirected too"),
     # compiler
     Redirect("torch:compile", identity_decorator, "asks the accelerator's stream; Megatron's jit_fuser"),
     # distributed: gloo

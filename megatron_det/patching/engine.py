@@ -94,9 +94,10 @@ def apply(patches: Iterable[Patch], into: Applied | None = None) -> Applied:
     """Applies all patches, or none. Raises: PatchError for a missing target or two plugins on one symbol."""
     applied = into if into is not None else Applied()
     done_before, patches_before = len(applied.rebindings), len(applied.patches)
+    places = _Places()
     try:
         for patch in patches:
-            _apply_one(patch, applied)
+            _apply_one(patch, applied, places)
     except BaseException:
         while len(applied.rebindings) > done_before:
             applied.rebindings.pop().undo()
@@ -108,11 +109,11 @@ def apply(patches: Iterable[Patch], into: Applied | None = None) -> Applied:
 def apply_when_imported(patches: Iterable[Patch], into: Applied | None = None) -> Applied:
     """Applies each patch as soon as its module is imported (at once when it is already there)."""
     applied = into if into is not None else Applied()
+    plan = list(patches)
+    apply([patch for patch in plan if patch.module in sys.modules], applied)
     waiting: dict[str, list[Patch]] = {}
-    for patch in patches:
-        if patch.module in sys.modules:
-            apply([patch], applied)
-        else:
+    for patch in plan:
+        if patch not in applied.patches:
             waiting.setdefault(patch.module, []).append(patch)
     for module, group in waiting.items():
 
@@ -133,7 +134,7 @@ def resolve(target: str) -> tuple[Any, str, Any]:
     return holder, attribute, getattr(holder, attribute)
 
 
-def _apply_one(patch: Patch, applied: Applied) -> None:
+def _apply_one(patch: Patch, applied: Applied, places: _Places) -> None:
     try:
         holder, attribute, original = resolve(patch.target)
     except (ImportError, AttributeError) as error:
@@ -154,8 +155,10 @@ def _apply_one(patch: Patch, applied: Applied) -> None:
     inherited = isinstance(holder, type) and attribute not in vars(holder)
     _bind(applied, Rebinding(patch.id, holder, attribute, original, replacement, inherited))
     if isinstance(holder, ModuleType):
-        for module, name in _copies(original, holder, attribute):
-            _bind(applied, Rebinding(patch.id, module, name, original, replacement, inherited=False))
+        for module, name in places.copies(original):
+            if not (module is holder and name == attribute):
+                _bind(applied, Rebinding(patch.id, module, name, original, replacement, inherited=False))
+        places.moved(original, replacement)
     applied.patches.append(patch)
 
 
@@ -182,18 +185,39 @@ def _bind(applied: Applied, rebinding: Rebinding) -> None:
     )
 
 
-def _copies(original: Any, holder: ModuleType, attribute: str) -> list[tuple[ModuleType, str]]:
-    """Global names of imported modules that are this very function or class."""
-    if not (callable(original) and hasattr(original, "__name__")):
-        return []
-    found = []
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType) or module.__name__.startswith("megatron_det"):
-            continue
-        for name, value in list(vars(module).items()):
-            if value is original and not (module is holder and name == attribute):
-                found.append((module, name))
-    return found
+class _Places:
+    """Where functions and classes stand as global names of imported modules; one walk serves a whole plan."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, set[tuple[str, str]]] = {}
+        self._modules = 0
+
+    def copies(self, original: Any) -> list[tuple[ModuleType, str]]:
+        """Global names that are this very function or class now."""
+        if not (callable(original) and hasattr(original, "__name__")):
+            return []
+        if self._modules != len(sys.modules):
+            self._modules, self._names = len(sys.modules), self._walk()
+        known = self._names.get(id(original), set())
+        return [
+            (module, name)
+            for key, name in sorted(known)
+            if isinstance(module := sys.modules.get(key), ModuleType) and vars(module).get(name) is original
+        ]
+
+    def moved(self, original: Any, replacement: Any) -> None:
+        """The names of ``original`` now hold ``replacement``: a patch stacked on this one finds them there."""
+        self._names[id(replacement)] = self._names.get(id(original), set())
+
+    @staticmethod
+    def _walk() -> dict[int, set[tuple[str, str]]]:
+        names: dict[int, set[tuple[str, str]]] = {}
+        for key, module in list(sys.modules.items()):
+            if isinstance(module, ModuleType) and not key.startswith("megatron_det"):
+                for name, value in list(vars(module).items()):
+                    if callable(value):
+                        names.setdefault(id(value), set()).add((key, name))
+        return names
 
 
 def _name(value: Any) -> str:

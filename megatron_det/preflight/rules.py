@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron_det.contract.levels import strength, weakest
 from megatron_det.errors import Finding
 from megatron_det.formats.ledger import rank_path
 from megatron_det.preflight.arguments import RULES as ARGUMENT_RULES
@@ -34,6 +35,16 @@ def needs_det(context: Context) -> Iterator[Finding]:
         yield Finding(
             "DET-NEEDS-DET", "--det-… flags", "without --det", "--det as well",
             "Half a request would train without a guarantee.", "add --det; --det-level observe only records.",
+        )  # fmt: skip
+
+
+def level(context: Context) -> Iterator[Finding]:
+    """The level asked for against the weakest link of the chain."""
+    link = weakest()
+    if strength(context.options.level) > strength(link.level):
+        yield Finding(
+            "DET-LEVEL", f"--det-level {context.options.level}", f"{link.name} reach {link.level}", "all links at it",
+            f"Weakest link: {link.why}.", f"ask for --det-level {link.level}.",
         )  # fmt: skip
 
 
@@ -224,6 +235,7 @@ def _whole(folder: Path) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     needs_det,
+    level,
     supported_versions,
     device,
     layout,

@@ -91,8 +91,9 @@ def test_two_plugins_on_one_symbol(host):
     with pytest.raises(PatchError, match="DET-PATCH-TWICE"):
         apply([patch(id="one"), patch(id="two")])
     applied = apply([patch(id="one"), patch(id="two", stack=True)])
-    assert host[0].work(1) == 8
+    assert (host[0].work(1), host[1].alias(1)) == (8, 8), "copies get both"
     applied.undo()
+    assert host[1].alias(1) == 2
 
 
 def test_waits_for_the_import(tmp_path, monkeypatch):
