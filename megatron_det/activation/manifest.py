@@ -23,8 +23,8 @@ from megatron_det.contract.options import Options
 from megatron_det.preflight.rules import data_prefixes
 
 PACKAGES = (
-    "megatron-det", "megatron-core", "torch", "numpy", "triton", "transformer-engine", "apex", "flash-attn", "nvidia-nccl-cu13",
-    "nvidia-cublas", "nvidia-cudnn-cu13",
+    "megatron-det", "megatron-core", "torch", "numpy", "triton", "transformer-engine", "apex", "flash-attn",
+    "nvidia-nccl-cu13", "nvidia-cublas", "nvidia-cudnn-cu13",
 )  # fmt: skip
 # Arguments that cannot change bits: where things are written, how often, how the run ends, what it resumes from.
 UNCOMPARED_ARGUMENTS = frozenset(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -156,8 +157,7 @@ def ledger_directory(context: Context) -> Iterator[Finding]:
         return
     path = Path(directory)
     parent = next(p for p in (path, *path.parents) if p.exists())
-    writable = parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)
-    if not writable:
+    if not can_write(parent):
         yield Finding(
             "DET-LEDGER-WRITE", f"--det-ledger {path}", f"{parent} cannot be written", "a directory that can",
             "Every iteration is recorded there.", "choose another directory.",
@@ -167,6 +167,15 @@ def ledger_directory(context: Context) -> Iterator[Finding]:
             "DET-LEDGER-FOREIGN", f"--det-ledger {path}", "a ledger of another run", "a directory without ledgers",
             "Two runs in one file could not be told apart.", "choose a new directory.",
         )  # fmt: skip
+
+
+def can_write(directory: Path) -> bool:
+    """Tried, with a file that has no name: permission bits say little (root, read-only mounts)."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
 
 
 def data_files(context: Context) -> Iterator[Finding]:
