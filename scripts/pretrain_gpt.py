@@ -25,7 +25,6 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_det.errors import FormatError
 from megatron_det.formats.argfile import expand_argument_files
 
-INT_FIELDS = ("tokens", "labels", "position_ids")
 
 
 def needs_data() -> bool:
@@ -47,7 +46,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> Any:
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=False,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
     )
     kind = MockGPTDataset if args.mock_data else GPTDataset
     here = mpu.get_tensor_model_parallel_rank() == 0 and needs_data()
@@ -58,12 +57,19 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def shared_in_tensor_group(batch: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Rank 0 of a tensor-parallel group reads; the others get its micro-batch. Shapes: [micro batch, sequence]."""
+    """Rank 0 of a tensor-parallel group reads; the others get its micro-batch.
+
+    Shapes: [micro batch, sequence]; the mask, where the loader makes one, [micro batch, 1, sequence, sequence].
+    """
     args = get_args()
     group, source = mpu.get_tensor_model_parallel_group(), mpu.get_tensor_model_parallel_src_rank()
-    shape = (args.micro_batch_size, args.seq_length)
+    rows, width = args.micro_batch_size, args.seq_length
+    fields = dict.fromkeys(("tokens", "labels", "position_ids"), (torch.int64, (rows, width)))
+    fields["loss_mask"] = (torch.float32, (rows, width))
+    if args.create_attention_mask_in_dataloader:
+        fields["attention_mask"] = (torch.bool, (rows, 1, width, width))
     received = {}
-    for name, dtype in {**dict.fromkeys(INT_FIELDS, torch.int64), "loss_mask": torch.float32}.items():
+    for name, (dtype, shape) in fields.items():
         if batch is not None:
             value = batch[name].cuda(non_blocking=True).contiguous()
         else:
@@ -87,7 +93,8 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
     if needs_data():
         mine = next(data_iterator) if mpu.get_tensor_model_parallel_rank() == 0 else None
         batch = shared_in_tensor_group(mine)
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    inputs = batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask")
+    output = model(*inputs, labels=batch.get("labels"))
     return output, partial(loss_function, batch.get("loss_mask"))
 
 

@@ -6,6 +6,8 @@ imported: every script reaches both through the module's globals, whatever its o
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from megatron_det.activation import flags
 from megatron_det.activation.start import Activation
 from megatron_det.patching.engine import Patch, apply_when_imported
 
+STRAY_PERCENT = re.compile(r"%(?![(%])(?<!%%)")
 MODULE = "megatron.training.arguments"
 
 
@@ -30,9 +33,17 @@ def hook(activation: Activation) -> None:
 def _add(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[..., Any]:
     def add_megatron_arguments(parser: Any) -> Any:
         ran()
-        return flags.add(original(parser))
+        return readable_help(flags.add(original(parser)))
 
     return add_megatron_arguments
+
+
+def readable_help(parser: Any) -> Any:
+    """Doubles stray percent signs in help texts: megatron-core 0.19.2 has one, and its own ``--help`` fails on it."""
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            action.help = STRAY_PERCENT.sub("%%", action.help)
+    return parser
 
 
 def _validate(activation: Activation) -> Callable[..., Any]:

@@ -17,9 +17,10 @@ CHECK = """
 import os, sys, importlib
 import torch, torch.distributed
 names = sys.argv[1:]
-if any(n.startswith(("megatron_det.state", "megatron_det.patching.inventory", "megatron_det.activation")) for n in names):
+if any(n.startswith("megatron_det.patching") for n in names):  # what ours import of Megatron: there before we look
     import megatron.training.training, megatron.training.checkpointing, megatron.core.dist_checkpointing
-    import megatron.core.optimizer.distrib_optimizer, megatron.training.determinism, megatron.core.transformer.moe.moe_logging
+    import megatron.training.determinism, megatron.core.optimizer.distrib_optimizer
+    import megatron.core.transformer.moe.moe_logging
 def snapshot():
     holders = [m for n, m in sys.modules.items() if n.split(".")[0] in ("torch", "megatron")]
     functions = {(h.__name__, k): id(v) for h in holders for k, v in list(vars(h).items()) if callable(v)}

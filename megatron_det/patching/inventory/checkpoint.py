@@ -132,9 +132,9 @@ def readable(original: Any, directory: Any, args: Any, kwargs: Any) -> Any:
     """``load_checkpoint`` with whatever goes wrong inside as one error that names the checkpoint."""
     try:
         return original(*args, **kwargs)
-    except DetError:
+    except (DetError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception; Megatron exits with 0 here
         found = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no text'}"
         raise CheckpointError.of(
             "DET-CKPT-READ", f"checkpoint in {directory}", found=found, needed="a checkpoint that can be read whole",
