@@ -26,7 +26,6 @@ from megatron_det.errors import FormatError
 from megatron_det.formats.argfile import expand_argument_files
 
 
-
 def needs_data() -> bool:
     return mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
 
