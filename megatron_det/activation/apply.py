@@ -82,6 +82,7 @@ def validate(activation: Activation, original: Callable[..., Any], args: Namespa
     if options.det and not observe:
         found += environment.findings(os.environ, options.device == "cpu", activation.late)
         args.deterministic_mode = True
+    found = rules.standing(found, options.allow)
     if found:
         refuse(found, here)
     try:

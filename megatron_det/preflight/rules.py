@@ -18,17 +18,24 @@ Rule = Callable[[Context], Iterator[Finding]]
 SUPPORTED = {"megatron-core": ((0, 19), (0, 20)), "torch": ((2, 10), (2, 15))}
 
 
+WAIVABLE = ("DET-ARG-", "DET-MEGATRON-", "DET-VERSION", "DET-ENV")
+
+
 def findings(context: Context) -> list[Finding]:
-    """Every problem, in the order of the table; those of ``--det-allow`` are left out (``waived`` names them)."""
-    return [f for f in _all(context) if f.code not in context.options.allow]
-
-
-def waived(context: Context) -> list[Finding]:
-    return [f for f in _all(context) if f.code in context.options.allow]
-
-
-def _all(context: Context) -> list[Finding]:
+    """Every problem, in the order of the table."""
     return [finding for rule in RULES for finding in rule(context)]
+
+
+def standing(found: list[Finding], allow: tuple[str, ...]) -> list[Finding]:
+    """What is left after ``--det-allow``. A code that may not be waived is a finding itself."""
+    unknown = [
+        Finding(
+            "DET-ALLOW", f"--det-allow {code}", "a code that cannot be waived", "one that begins with " +
+            " or ".join(WAIVABLE), "Without it there is nothing to train or to compare.", "mend what it names.",
+        )
+        for code in allow if not code.startswith(WAIVABLE)
+    ]  # fmt: skip
+    return [*unknown, *(f for f in found if f.code not in allow or not f.code.startswith(WAIVABLE))]
 
 
 def needs_det(context: Context) -> Iterator[Finding]:

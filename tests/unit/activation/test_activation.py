@@ -119,7 +119,7 @@ def test_the_hook_costs_a_few_milliseconds():
     )
     times = [float(python(code).stdout) for _ in range(7)]
     print(f"hook: median {statistics.median(times):.2f} ms, {min(times):.2f} to {max(times):.2f} ms")
-    assert statistics.median(times) < 10
+    assert min(times) < 5, "the least disturbed of seven"
 
 
 def test_set_before_the_interpreter_starts():
@@ -151,4 +151,4 @@ def test_import_torch_stays_fast():
             times.append(time.perf_counter() - begin)
     medians = {arm: statistics.median(times) for arm, times in arms.items()}
     print(f"import torch: {medians['0']:.3f} s without, {medians['1']:.3f} s with autoload; all {arms}")
-    assert medians["1"] < 1.5 * medians["0"]
+    assert min(arms["1"]) < 1.3 * min(arms["0"]), "the least disturbed of each"

@@ -142,9 +142,16 @@ def test_checkpoint(tmp_path):
 def test_all_problems_at_once_and_waivers():
     many = with_args(fp8="hybrid", sft=True, moe_permute_fusion=True)
     assert len(codes(many)) == 3
-    waiving = replace(many, options=Options(det=True, allow=("DET-ARG-FP8",)))
-    assert "DET-ARG-FP8" not in codes(waiving)
-    assert [f.code for f in rules.waived(waiving)] == ["DET-ARG-FP8"]
+    found = rules.findings(many)
+    assert len(rules.standing(found, ())) == 3
+    left = [f.code for f in rules.standing(found, ("DET-ARG-FP8",))]
+    assert left == [f.code for f in found if f.code != "DET-ARG-FP8"]
+
+
+def test_what_cannot_be_waived():
+    found = rules.findings(with_args(data_path=["/nowhere/text"]))
+    left = [f.code for f in rules.standing(found, ("DET-DATA", "NONSENSE"))]
+    assert left == ["DET-ALLOW", "DET-ALLOW", "DET-DATA"]
 
 
 def test_the_table_shows_every_problem_at_80_columns():
