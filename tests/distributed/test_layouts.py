@@ -46,3 +46,33 @@ def test_distributed_optimizer_in_fp32_resumes(tmp_path, launch, verify):
     command = [f"@{fp32}" if word == "@configs/gpt.args" else word for word in launch(2, "gpt")]
     verdict = verify(["--iters", "4", "--resume-at", "2"], command)
     assert verdict.code == 0, verdict.output
+
+
+OBSERVE = ("--det-level", "observe")
+RESUME_ONLY = ["--iters", "4", "--resume-at", "2", "--runs", "1"]
+
+
+def test_stock_megatron_cannot_resume_torch_adam(launch, verify):
+    """The control of the distributed optimizer's patch: the same arms at level ``observe``, which changes nothing."""
+    verdict = verify(RESUME_ONLY, launch(2, "gpt", *OBSERVE))
+    assert verdict.code == 2, verdict.output
+    assert verdict.arms()["continued"] == "identical"
+    assert verdict.arms()["resumed"] == "could not run"
+    assert "AssertionError" in verdict.output
+
+
+def test_stock_megatron_gives_experts_the_stream_of_their_peer(tmp_path, launch, verify):
+    """The control of the per-rank RNG, on forced load balancing and without the distributed optimizer."""
+    text = (ROOT / "configs" / "moe.args").read_text().replace("--use-distributed-optimizer\n", "")
+    plain = tmp_path / "moe-plain.args"
+    plain.write_text(text)
+    flags = (*EP2, "--moe-router-force-load-balancing", *OBSERVE)
+    command = [f"@{plain}" if word == "@configs/moe.args" else word for word in launch(2, "moe", *flags)]
+    verdict = verify(RESUME_ONLY, command)
+    assert verdict.code == 1, verdict.output
+    first = verdict.json["first_difference"]
+    assert (first["arm"], first["iteration"]) == ("resumed", 3)
+    assert "rng/tracker/expert-parallel-rng" in first["all_quantities"] or first["quantity"].startswith("rng/")
+    others = [d["quantity"] for arm in verdict.json["arms"] if arm["name"] == "resumed"
+              for d in arm["comparison"]["other_ranks"]]  # fmt: skip
+    assert any("rng/" in name for name in [first["quantity"], *others])

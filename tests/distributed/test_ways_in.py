@@ -114,7 +114,7 @@ def refused(done: subprocess.CompletedProcess, code: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "code"),
     [
-        (("--det-ledger", "x"), "DET-NEEDS-DET"),
+        (("--det-digest-interval", "2"), "DET-NEEDS-DET"),
         (("--det",), "DET-NO-GPU"),
         ((*DET, "--tensor-model-parallel-size", "2"), "DET-LAYOUT"),
         ((*DET, "--spec", "no.such.module", "spec"), "DET-SPEC"),
