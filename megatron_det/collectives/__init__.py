@@ -1,0 +1,8 @@
+"""Fixed-order collectives: sums that depend on nothing but the logical ranks.
+
+``register()`` makes the backend ``det`` known to torch.distributed; importing this changes nothing.
+"""
+
+from megatron_det.collectives.backend import DetProcessGroup, register
+
+__all__ = ["DetProcessGroup", "register"]
