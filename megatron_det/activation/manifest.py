@@ -36,6 +36,7 @@ UNCOMPARED_ARGUMENTS = frozenset(
         "det_digest_interval",
     }
 )  # fmt: skip
+DATA_ARGUMENTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 ENVIRONMENT = (
     "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES", "MAMBA_DETERMINISTIC",
     "MKL_CBWR", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED",
@@ -90,6 +91,9 @@ def arguments_section(args: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """(compared, shown only). Values that JSON cannot hold are written as their text."""
     values = {name: plain(value) for name, value in vars(args).items() if not name.startswith("_")}
     compared = {name: value for name, value in values.items() if name not in UNCOMPARED_ARGUMENTS}
+    for name in DATA_ARGUMENTS:  # where files lie does not matter: what is in them is compared in the section "data"
+        if compared.get(name):
+            compared[name] = [os.path.basename(word) for word in compared[name]]
     text = json.dumps(compared, sort_keys=True)
     compared["digest"] = hashlib.sha256(text.encode()).hexdigest()
     return compared, {f"args.{n}": values[n] for n in sorted(UNCOMPARED_ARGUMENTS & set(values))}
@@ -174,7 +178,8 @@ def gather(options: Options, args: Namespace | None, rank: int, plan: dict[str, 
         sections["args"], shown = arguments_section(args)
         sections["info"].update(shown)
         sections["topology"] = topology_section(args)
-        sections["data"] = data_section(data_prefixes(args.data_path), rank)
+        words = [word for name in DATA_ARGUMENTS for word in getattr(args, name, None) or []]
+        sections["data"] = data_section(data_prefixes(words), rank)
     return {
         "active": options.level != "observe",
         "level": options.level,

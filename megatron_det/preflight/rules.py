@@ -186,7 +186,8 @@ def can_write(directory: Path) -> bool:
 
 
 def data_files(context: Context) -> Iterator[Finding]:
-    for prefix in data_prefixes(context.arg("data_path")):
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    for prefix in data_prefixes([word for name in names for word in context.arg(name) or []]):
         missing = [f"{prefix}{suffix}" for suffix in (".idx", ".bin") if not os.path.exists(f"{prefix}{suffix}")]
         if missing:
             yield Finding(
