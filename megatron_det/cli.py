@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from megatron_det.verify import command as commands
 from megatron_det.verify import verify as verification
 from megatron_det.verify.arms import plan
 from megatron_det.verify.compare import compare as compare_runs
+
+UsageError: Any = typer.BadParameter.__base__  # typer carries its own click and does not export this one
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -39,6 +42,11 @@ def guarded(action: Callable[[], int]) -> None:
         print("megatron-det: interrupted; what was started has been ended", file=sys.stderr)
         code = 2
     raise typer.Exit(code)
+
+
+def interrupt(*_: Any) -> None:
+    """SIGTERM ends what was started, as Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 def version_wanted(value: bool) -> None:
@@ -83,6 +91,7 @@ def verify(
     """
 
     def action() -> int:
+        signal.signal(signal.SIGTERM, interrupt)
         command = commands.read(launch or [])
         steps = commands.schedule(command, iters, resume_at)
         if device not in (None, "cpu", "cuda"):
@@ -165,8 +174,16 @@ def run(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script. What click refuses is one line too."""
+    try:
+        code = app(standalone_mode=False)
+    except UsageError as error:
+        text = " ".join(error.format_message().split())
+        print(f"megatron-det: DET-USAGE: {text} See --help.", file=sys.stderr)
+        code = error.exit_code
+    except typer.Abort:
+        code = 2
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,10 @@ def unsealed(line: str) -> dict[str, Any] | None:
     text = body + "}"
     if not mark or not line.endswith("\n") or tail[8:] != '"}' or f"{zlib.crc32(text.encode()):08x}" != tail[:8]:
         return None
-    record = json.loads(text)
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
     return record if isinstance(record, dict) else None
 
 
@@ -66,7 +69,7 @@ class LedgerWriter:
     def _create(self, first_line: str) -> None:
         """The file appears with its header or not at all; one that exists is never touched."""
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._make_directory()
             name = self.path.with_name(f".new-{self.path.name}-{os.getpid()}")
             name.write_text(first_line)
             try:
@@ -83,6 +86,12 @@ class LedgerWriter:
                 "DET-LEDGER-WRITE", self.path, str(error), "a directory that can be written",
                 "Every iteration is recorded there.", "choose another --det-ledger directory.",
             ) from error  # fmt: skip
+
+    def _make_directory(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:  # a file of that name: not the same as a ledger of another run
+            raise NotADirectoryError(error.errno, "not a directory", str(self.path.parent)) from error
 
     def _write(self, record: dict[str, Any]) -> None:
         data = sealed(record).encode()
@@ -147,7 +156,7 @@ def read_rank(path: Path) -> RankLedger:
     ledger = _from_header(path, header)
     for number, line in enumerate(lines[1:], start=2):
         record = unsealed(line)
-        if record is None and number == len(lines):
+        if record is None and not line.endswith("\n"):
             ledger.torn = f"line {number} is incomplete ({len(line)} bytes)"
         elif record is None:
             raise _damaged(path, f"line {number} does not match its checksum")
@@ -178,6 +187,9 @@ def _from_header(path: Path, header: dict[str, Any] | None) -> RankLedger:
             "DET-LEDGER-SCHEMA", path, f"schema {header.get('schema')}", f"schema {SCHEMA}",
             "Fields may mean something else.", "read it with the megatron-det version that wrote it.",
         )  # fmt: skip
+    named = FILE.fullmatch(path.name)
+    if named and int(named.group(1)) != header.get("rank"):
+        raise _foreign(path, f"the ledger of rank {header.get('rank')} under the name of another rank")
     try:
         return RankLedger(path, header["run_id"], header["rank"], header["world_size"], header["start_iteration"])
     except KeyError as error:
@@ -238,10 +250,25 @@ def read_run(directory: Path) -> RunLedger:
     runs = {ledger.run_id for ledger in ranks.values()}
     if len(worlds) > 1 or len(runs) > 1:
         raise _foreign(directory, f"files of {len(runs)} runs with world sizes {sorted(worlds)}")
-    missing = sorted(set(range(worlds.pop())) - set(ranks))
+    world = worlds.pop()
+    beyond = sorted(set(ranks) - set(range(world)))
+    if beyond:
+        raise _foreign(directory, f"rank {beyond[0]} in a run with world size {world}")
+    missing = sorted(set(range(world)) - set(ranks))
     if missing:
         raise problem(
             "DET-LEDGER-MISSING", directory, f"no ledger of rank {', '.join(map(str, missing))}", "one file per rank",
             "A difference may be on the rank that is missing.", "copy all files of the run.",
         )  # fmt: skip
+    _refuse_gaps(ranks)
     return RunLedger(directory, ranks)
+
+
+def _refuse_gaps(ranks: dict[int, RankLedger]) -> None:
+    """Ranks of a killed run may end at different iterations; one that lacks what others have in between is damaged."""
+    recorded = set().union(*(ledger.steps for ledger in ranks.values()))
+    for ledger in ranks.values():
+        inside = {i for i in recorded if ledger.steps and min(ledger.steps) <= i <= max(ledger.steps)}
+        gaps = sorted(inside - set(ledger.steps))
+        if gaps:
+            raise _damaged(ledger.path, f"no iteration {gaps[0]}, which other ranks recorded")

@@ -219,6 +219,12 @@ def checkpoint(context: Context) -> Iterator[Finding]:
     if not str(iteration).isdigit():
         yield _damaged(tracker, repr(text))
         return
+    if step is not None and text != str(step) and context.arg("ckpt_format") == "torch":
+        yield Finding(
+            "DET-CKPT-STEP", "--ckpt-step", f"{step} with the newest checkpoint {text or 'unknown'}", "the newest one",
+            "In the torch format megatron-core 0.19.2 loads the distributed optimizer of the newest one into it.",
+            "load from a directory whose tracker names this step, or use --ckpt-format torch_dist.",
+        )  # fmt: skip
     folder = Path(directory) / f"iter_{int(iteration):07d}"
     if not folder.is_dir():
         yield _missing(f"--load {directory}, iteration {iteration}", f"no {folder.name}")

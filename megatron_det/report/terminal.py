@@ -11,7 +11,7 @@ SHOWN = 8
 
 
 def arms_table(verdict: dict[str, Any]) -> Table:
-    table = Table("arm", "compared with", "iterations", "ranks", "seconds", "result")
+    table = Table("arm", "against", "iterations", "ranks", "seconds", "result")
     for arm in verdict["arms"]:
         span = "-" if arm["iterations"] is None else f"{arm['iterations'][0]}..{arm['iterations'][1]}"
         style = {"identical": "green", "differs, as it must": "green", "differs": "red"}.get(arm["result"], "yellow")

@@ -25,10 +25,15 @@ def option_items(phase: str, optimizer: Any, scheduler: Any) -> Iterator[Item]:
         yield f"{phase}/scheduler/num_steps", value(scheduler.num_steps)
 
 
-def tensor_items(phase: str, chunks: list[Any], optimizer: Any) -> Iterator[Item]:
-    """Digests of parameters, buffers, main parameters and the optimizer's state."""
-    for name, parameter in model_state.parameters(chunks):
-        yield f"{phase}/param/{name}", value(parameter)
+def tensor_items(phase: str, chunks: list[Any], optimizer: Any, gathered: bool = True) -> Iterator[Item]:
+    """Digests of parameters, buffers, main parameters and the optimizer's state.
+
+    ``gathered`` is False where parameters may be pending: with ``--overlap-param-gather`` they are the old ones until
+    the next forward, so only the main parameters say what the step stands on.
+    """
+    if gathered:
+        for name, parameter in model_state.parameters(chunks):
+            yield f"{phase}/param/{name}", value(parameter)
     for name, buffer in model_state.buffers(chunks):
         yield f"{phase}/buffer/{name}", value(buffer)
     for kind, name, item in optimizer_state.tensors(optimizer, chunks):

@@ -111,19 +111,24 @@ def check(document: dict[str, Any], model: list[Any], optimizer: Any, scheduler:
             f"loaded state, rank {document['rank']}, {name} ({len(wrong)} of {len(saved)} pieces differ)",
             scalars.show(found.get(name, nothing)),
             scalars.show(saved.get(name, nothing)),
-            f"{likely(wrong)} The run would differ from one that never stopped.",
+            f"{likely(wrong, list(saved))} The run would differ from one that never stopped.",
             "resume from another checkpoint; if it repeats, report the piece that is named here.",
         )
     )
 
 
-def likely(names: list[str]) -> str:
-    """What it can mean that these pieces differ."""
-    kinds = {name.split("/")[1] for name in names}
-    if kinds <= {"exp_avg", "exp_avg_sq", "step", "group_step"}:
-        return "The optimizer's moments were not restored."
-    if kinds <= {"main"}:
-        return "The fp32 main parameters were not restored (rounded through 16 bits?)."
+def kind(name: str) -> str:
+    return name.split("/")[1]
+
+
+def likely(wrong: list[str], saved: list[str]) -> str:
+    """What it can mean that these pieces differ: a kind that is wrong in every piece was not restored at all."""
+    kinds = {kind(name) for name in wrong}
+    whole = {name for name in saved if kind(name) in kinds} <= set(wrong)
     if kinds <= {"lr", "weight_decay", "scheduler"}:
         return "The learning-rate schedule was not restored."
-    return "The checkpoint was damaged or not all of it was loaded."
+    if whole and kinds <= {"exp_avg", "exp_avg_sq", "step", "group_step"}:
+        return "The optimizer's moments were not restored."
+    if whole and kinds <= {"main"}:
+        return "The fp32 main parameters were not restored (rounded through 16 bits?)."
+    return "The checkpoint was damaged, or not all of it was loaded."

@@ -56,11 +56,16 @@ def ledger(out: Path, name: str) -> Path:
     return out / name / "ledger"
 
 
+def resume_from(out: Path) -> Path:
+    """A view of the checkpoint directory whose newest checkpoint is that of the resume step."""
+    return out / "resume-from"
+
+
 def plan(out: Path, steps: Schedule, runs: int) -> list[Arm]:
     """The arms in the order in which they run. The checkpoint that ``continued`` takes serves the last two."""
     checkpoint = str(out / "checkpoint")
     end = ("--exit-interval", str(steps.iterations))
-    load = ("--load", checkpoint, "--ckpt-step", str(steps.resume_at), *end)
+    load = ("--load", str(resume_from(out)), *end)
     repeats = [chr(ord("a") + number) for number in range(runs)]
     after = steps.resume_at + 1
     return [

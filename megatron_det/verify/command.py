@@ -21,6 +21,8 @@ REPLACED = {
     "--no-load-rng": 0,
     "--no-load-optim": 0,
     "--async-save": 0,
+    "--save-retain-interval": 1,
+    "--finetune": 0,
 }
 
 

@@ -113,7 +113,11 @@ def compare(
     comparison.notices += _lengths(a, b, first, last)
     if with_manifests:
         _compare_manifests(a, b, comparison)
-    for iteration in chosen:
+    for iteration in _between(a, b, chosen):
+        if iteration not in common:
+            comparison.first = _one_sided(a, iteration)
+            comparison.candidates = [comparison.first]
+            break
         found_here = [d for rank in sorted(a.ranks) if (d := _rank(a.ranks[rank], b.ranks[rank], iteration))]
         if found_here:
             comparison.candidates = sorted(found_here, key=_priority)
@@ -122,6 +126,28 @@ def compare(
     else:
         _compare_evaluations(a, b, comparison)
     return comparison
+
+
+def _between(a: RunLedger, b: RunLedger, chosen: list[int]) -> list[int]:
+    """What either run recorded from the first to the last compared iteration: none of it is passed over."""
+    either = set(a.iterations()) | set(b.iterations())
+    return sorted(i for i in either if chosen[0] <= i <= chosen[-1])
+
+
+def _one_sided(a: RunLedger, iteration: int) -> Difference:
+    x, y = ("recorded", "absent") if iteration in a.iterations() else ("absent", "recorded")
+    note = "structure differs: only one run recorded this iteration"
+    return Difference(iteration, min(a.ranks), "data/iteration", CAUSES["data"], x, y, None, note, ("data/iteration",))
+
+
+def _by_name(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Values by name. A name that comes again is kept under ``name (2)``: no value hides another."""
+    values: dict[str, Any] = {}
+    count: Counter[str] = Counter()
+    for name, value in items:
+        count[name] += 1
+        values[name if count[name] == 1 else f"{name} ({count[name]})"] = value
+    return values
 
 
 def _cannot(a: RunLedger, b: RunLedger, found: str, needed: str) -> FormatError:
@@ -175,7 +201,7 @@ def _priority(difference: Difference) -> tuple[int, int, int]:
 
 def _rank(a: RankLedger, b: RankLedger, iteration: int) -> Difference | None:
     """The first difference of one rank in one iteration, with the names of all."""
-    one, other = dict(a.steps[iteration]), dict(b.steps[iteration])
+    one, other = _by_name(a.steps[iteration]), _by_name(b.steps[iteration])
     if a.consumed[iteration] != b.consumed[iteration]:
         text = f"{a.consumed[iteration]} and {b.consumed[iteration]} samples consumed"
         return Difference(iteration, a.rank, "data/consumed_samples", CAUSES["data"], str(a.consumed[iteration]),
@@ -209,19 +235,36 @@ def _note(x: dict[str, Any], y: dict[str, Any], wrong: list[str]) -> str:
     return ""
 
 
+def _evaluations(ledger: RankLedger, chosen: range) -> dict[tuple[int, int], dict[str, Any]]:
+    """Validation metrics by iteration and by their number within it (validation, then test)."""
+    count: Counter[int] = Counter()
+    found = {}
+    for iteration, items in ledger.evaluations:
+        count[iteration] += 1
+        if iteration in chosen:
+            found[iteration, count[iteration]] = _by_name(items)
+    return found
+
+
 def _compare_evaluations(a: RunLedger, b: RunLedger, comparison: Comparison) -> None:
-    """Validation metrics of the iterations in question."""
+    """Validation metrics of the iterations in question. A run that ended before its last evaluation is no difference
+    of numbers: what only one side has is said."""
     chosen = range(comparison.iterations[0], comparison.iterations[-1] + 1)
+    candidates = []
     for rank in sorted(a.ranks):
-        one = [e for e in a.ranks[rank].evaluations if e[0] in chosen]
-        other = [e for e in b.ranks[rank].evaluations if e[0] in chosen]
-        for (iteration, items), (iteration_b, items_b) in zip(one, other, strict=False):
-            left, right = dict(items), dict(items_b)
+        one, other = _evaluations(a.ranks[rank], chosen), _evaluations(b.ranks[rank], chosen)
+        for key in sorted(set(one) ^ set(other)):
+            side = "a" if key in one else "b"
+            comparison.notices.append(f"rank {rank}: only {side} recorded an evaluation at iteration {key[0]}")
+        for key in sorted(set(one) & set(other)):
+            left, right = one[key], other[key]
             wrong = [n for n in {**left, **right} if left.get(n) != right.get(n)]
-            if iteration == iteration_b and wrong and comparison.first is None:
+            if wrong:
                 x, y = left.get(wrong[0], ABSENT), right.get(wrong[0], ABSENT)
-                comparison.first = Difference(
-                    iteration, rank, wrong[0], CAUSES["num"], show(x), show(y), ulp_distance(x, y),
-                    "validation, after equal training steps", tuple(wrong),
-                )  # fmt: skip
-                comparison.candidates = [comparison.first]
+                note = "validation, after equal training steps"
+                candidates.append(Difference(key[0], rank, wrong[0], CAUSES["num"], show(x), show(y),
+                                             ulp_distance(x, y), note, tuple(wrong)))  # fmt: skip
+                break
+    earliest = min((d.iteration for d in candidates), default=None)
+    comparison.candidates = [d for d in candidates if d.iteration == earliest]
+    comparison.first = comparison.candidates[0] if comparison.candidates else None

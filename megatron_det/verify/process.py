@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -32,8 +33,10 @@ def run(command: list[str], log: Path, timeout: float, tick: Callable[[float], N
                 "DET-START", command[0], found=str(error), needed="a command that can be started",
                 why="Every arm is a fresh process.", do="check the words after --.",
             ) from error  # fmt: skip
+        family: set[psutil.Process] = set()
         try:
-            while process.poll() is None:
+            while not ended(process):
+                family.update(descendants(process))
                 if time.monotonic() - start > timeout:
                     raise FormatError.of(
                         "DET-TIMEOUT", "arm", found=f"no end after {timeout:.0f} s", needed="an end",
@@ -42,26 +45,48 @@ def run(command: list[str], log: Path, timeout: float, tick: Callable[[float], N
                 tick(time.monotonic() - start)
                 time.sleep(POLL)
         finally:
-            end_tree(process)
+            end_tree(process, family)
     return process.returncode, time.monotonic() - start
 
 
-def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and all that it started (workers have sessions of their own), by id; kills what stays."""
-    if process.poll() is not None:
-        return
-    parent = psutil.Process(process.pid)
-    family = [*parent.children(recursive=True), parent]
+def ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it ended. It is not reaped yet, so that its id, and with it its group, stays ours until ``end_tree``."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def descendants(process: subprocess.Popen[bytes]) -> set[psutil.Process]:
+    """All that it started and what is left in its process group (psutil tells a process from a later owner of its id).
+
+    Workers of torchrun have sessions of their own, so the group alone is not enough; a child whose parent is gone is
+    nobody's descendant, so the tree alone is not either.
+    """
+    found = set(psutil.Process(process.pid).children(recursive=True))
+    for one in psutil.process_iter():
+        try:
+            if one.pid != process.pid and os.getpgid(one.pid) == process.pid:
+                found.add(one)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def end_tree(process: subprocess.Popen[bytes], family: set[psutil.Process]) -> None:
+    """Ends, by id, the process and all that it started, also when it is gone itself; kills what stays. Reaps it."""
+    members = [*(family | descendants(process)), psutil.Process(process.pid)]
     for signal in ("terminate", "kill"):
-        for member in family:
+        for member in members:
             try:
                 getattr(member, signal)()
             except psutil.NoSuchProcess:
                 continue
-        _, family = psutil.wait_procs(family, timeout=GRACE)
-        if not family:
+        _, members = psutil.wait_procs([m for m in members if m.pid != process.pid], timeout=GRACE)
+        if not members:
             break
-    process.wait()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 LAUNCHER = "torch/distributed/elastic"

@@ -77,6 +77,9 @@ def run(job: Job) -> int:
                 break
     except DetError as error:
         job.error = error
+    except KeyboardInterrupt:
+        manifests.write_json(job.out / "verify.json", verdict(job, EXIT_REFUSED))
+        raise
     settle_reference(job.arms)
     code = exit_code(job)
     manifests.write_json(job.out / "verify.json", verdict(job, code))
@@ -95,14 +98,14 @@ def _run_arm(job: Job, arm: a.Arm) -> None:
     log = folder / "log.txt"
     newest = a.ledger(job.out, arm.name) / "rank-00000.jsonl"
     arm.exit_code, arm.seconds = process.run(
-        command, log, job.timeout, lambda seconds: job.progress(arm, _reached(newest), seconds)
+        command, log, job.timeout, lambda seconds: job.progress(arm, arm.first - 1 + _recorded(newest), seconds)
     )
     if arm.exit_code != 0:
         _explain_failure(job, arm, log)
 
 
-def _reached(path: Path) -> int:
-    """The last iteration in a growing ledger, for the progress line."""
+def _recorded(path: Path) -> int:
+    """How many iterations a growing ledger holds, for the progress line."""
     try:
         with path.open("rb") as file:
             return sum(line.startswith(b'{"kind":"step"') for line in file)
@@ -112,8 +115,7 @@ def _reached(path: Path) -> int:
 
 def _explain_failure(job: Job, arm: a.Arm, log: Path) -> None:
     """A state that is not what was saved is a difference; everything else means that the arm could not run."""
-    records = [json.loads(p.read_text()) for p in sorted(a.ledger(job.out, arm.name).glob("rank-*.refusal.json"))]
-    findings = [(record["rank"], finding) for record in records for finding in record["findings"]]
+    findings = _refusals(a.ledger(job.out, arm.name))
     for rank, finding in findings:
         if finding["code"] == STATE_BROKEN:
             arm.broken = {**finding, "rank": rank}
@@ -130,6 +132,22 @@ def _explain_failure(job: Job, arm: a.Arm, log: Path) -> None:
         "DET-ARM", f"arm {arm.name}", found=f"exit code {arm.exit_code}: {process.cause(job.lines)}",
         needed="a run that ends well", why="An arm that failed proves nothing.", do=f"read {log}.",
     )  # fmt: skip
+
+
+def _refusals(directory: Path) -> list[tuple[int, dict[str, str]]]:
+    """(rank, finding) of every rank that refused. Raises: FormatError for a record that cannot be read."""
+    found = []
+    for path in sorted(directory.glob("rank-*.refusal.json")):
+        try:
+            record = json.loads(path.read_text())
+            found += [(record["rank"], finding) for finding in record["findings"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FormatError.of(
+                "DET-REFUSAL-DAMAGED", str(path), found=f"{type(error).__name__}: {error}",
+                needed="the findings of a refused run", why="Why the arm refused is not known.",
+                do="read log.txt of the arm.",
+            ) from error  # fmt: skip
+    return found
 
 
 def _complete(job: Job, arm: a.Arm) -> RunLedger:
@@ -149,13 +167,28 @@ def _complete(job: Job, arm: a.Arm) -> RunLedger:
             "DET-ARM-SHORT", f"arm {arm.name}", found=f"no iteration {missing[0]}", needed=f"{needed[0]}..{needed[-1]}",
             why="What was not recorded cannot be compared.", do="check --iters against the script's own limits.",
         )  # fmt: skip
-    if arm.name == "continued" and not checkpoint_folder(job.out, job.steps.resume_at).is_dir():
+    if arm.name == "continued":
+        _show_checkpoint(job)
+    arm.ranks, arm.iterations = ledger.world_size, (ledger.iterations()[0], ledger.iterations()[-1])
+    return ledger
+
+
+def _show_checkpoint(job: Job) -> None:
+    """Makes the directory that the resumed arms load: the checkpoint at the resume step and a tracker that names it.
+
+    Not ``--ckpt-step``: in the ``torch`` format megatron-core 0.19.2 then loads the distributed optimizer of the
+    *newest* checkpoint into the model of the one that was asked for.
+    """
+    checkpoint = checkpoint_folder(job.out, job.steps.resume_at)
+    if not checkpoint.is_dir():
         raise FormatError.of(
             "DET-CKPT-MISSING", f"checkpoint at iteration {job.steps.resume_at}", found="none was saved",
             needed="one to resume from", why="The resumed arm starts there.", do="does the script save checkpoints?",
         )  # fmt: skip
-    arm.ranks, arm.iterations = ledger.world_size, (ledger.iterations()[0], ledger.iterations()[-1])
-    return ledger
+    view = a.resume_from(job.out)
+    view.mkdir()
+    (view / checkpoint.name).symlink_to(checkpoint, target_is_directory=True)
+    (view / "latest_checkpointed_iteration.txt").write_text(str(job.steps.resume_at))
 
 
 def _judge(arm: a.Arm, ledgers: dict[str, RunLedger]) -> None:

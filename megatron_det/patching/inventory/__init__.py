@@ -13,5 +13,6 @@ def patches(run: Run) -> list[Patch]:
     tap = data.DataTap()
     plan = [*data.patches(tap), *train_step.patches(run, tap), *pretrain.patches(run)]
     if run.options.level != "observe":
-        plan += [*checkpoint.patches(run), *distrib_optimizer.patches(), *scheduler.patches()]
+        plan += [*checkpoint.patches(run), *data.loader_patches()]
+        plan += [*distrib_optimizer.patches(), *scheduler.patches()]
     return plan

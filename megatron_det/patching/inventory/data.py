@@ -1,6 +1,6 @@
 """What each micro-batch really was: digests of its tensors and the sample ids that the sampler gave.
 
-Replaces      ``RerunDataIterator.__next__`` and the samplers' ``__iter__``
+Replaces      ``RerunDataIterator.__next__``, the samplers' ``__iter__``; torch's ``_BaseDataLoaderIter.__init__``
 Why           values are taken where the training loop gets them, after workers and prefetching; a sampler's lists come
               back in the order in which it gave them, so a queue per sampler pairs ids with batches
 Reaches       training iterators during ``train_step`` (single dataloader type; others: digests without ids)
@@ -84,6 +84,25 @@ def _iterate(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[
             yield indices
 
     return __iter__
+
+
+def _still(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[..., Any]:
+    def __init__(self: Any, loader: Any) -> None:
+        ran()
+        state = torch.get_rng_state()
+        try:
+            original(self, loader)
+        finally:
+            torch.set_rng_state(state)
+
+    return __init__
+
+
+def loader_patches() -> list[Patch]:
+    """Starting a data loader draws a base seed from torch's CPU stream. When that happens depends on the loader and on
+    whether the run was resumed (``cyclic`` starts in the middle of the first step), so it must not move the stream."""
+    why = "when a loader starts must not move the CPU random stream: a resumed run starts it at another moment"
+    return [Patch("dataloader-base-seed", "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__", _still, why)]
 
 
 def patches(tap: DataTap) -> list[Patch]:

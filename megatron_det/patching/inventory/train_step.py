@@ -69,7 +69,8 @@ class Step:
         yield from closure.option_items(phase, optimizer, scheduler)
         interval = self.run.options.digest_interval
         if interval and number % interval == 0:
-            yield from closure.tensor_items(phase, model, optimizer)
+            gathered = not getattr(get_args(), "overlap_param_gather", False)
+            yield from closure.tensor_items(phase, model, optimizer, gathered)
 
 
 def _consumed() -> int:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,52 @@ def test_files_of_two_runs(tmp_path):
     write(tmp_path, rank=0, world=2, run="one")
     write(tmp_path, rank=1, world=2, run="two")
     refused("DET-LEDGER-FOREIGN", lambda: read_run(tmp_path))
+
+
+def test_a_whole_last_line_that_is_damaged_is_not_torn(tmp_path):
+    path = write(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(bytes(data))
+    refused("DET-LEDGER-DAMAGED", lambda: read_rank(path))
+
+
+def test_a_right_checksum_over_what_is_no_json(tmp_path):
+    path = write(tmp_path)
+    path.write_text(path.read_text() + '{odd,"crc":"' + f"{zlib.crc32(b'{odd}'):08x}" + '"}\n')
+    refused("DET-LEDGER-DAMAGED", lambda: read_rank(path))
+
+
+def step(directory: Path, rank: int, iterations) -> None:
+    writer = LedgerWriter(directory, rank, 2, "run")
+    for iteration in iterations:
+        writer.step(iteration, iteration, [])
+    writer.close()
+
+
+def test_a_gap_that_other_ranks_do_not_have(tmp_path):
+    step(tmp_path, 0, (1, 2, 3, 4))
+    step(tmp_path, 1, (1, 2, 4))
+    assert "no iteration 3" in str(refused("DET-LEDGER-DAMAGED", lambda: read_run(tmp_path)))
+
+
+@pytest.mark.parametrize("iterations", [(1, 2, 3), (1, 2, 3, 4)])
+def test_ranks_of_a_killed_run_may_end_apart(tmp_path, iterations):
+    step(tmp_path, 0, (1, 2, 3, 4))
+    step(tmp_path, 1, iterations)
+    assert read_run(tmp_path).iterations() == list(iterations)
+
+
+def test_a_rank_under_another_name_or_beyond_the_world(tmp_path):
+    path = write(tmp_path)
+    path.rename(rank_path(tmp_path, 1))
+    refused("DET-LEDGER-FOREIGN", lambda: read_run(tmp_path))
+    write(tmp_path / "x", rank=0, world=2)
+    write(tmp_path / "x", rank=1, world=2)
+    write(tmp_path / "x", rank=5, world=2)
+    assert "rank 5" in str(refused("DET-LEDGER-FOREIGN", lambda: read_run(tmp_path / "x")))
+
+
+def test_a_file_where_the_directory_should_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    refused("DET-LEDGER-WRITE", lambda: LedgerWriter(tmp_path / "file", 0, 1, "x"))

@@ -130,6 +130,11 @@ def test_checkpoint(tmp_path):
     folder = checkpoint(tmp_path)
     assert codes(with_args(load=load)) == []
     assert codes(with_args(load=load, ckpt_step=7)) == ["DET-CKPT-MISSING"]
+    checkpoint(tmp_path, 3)
+    assert codes(with_args(load=load, ckpt_step=2)) == []
+    assert codes(with_args(load=load, ckpt_step=2, ckpt_format="torch")) == ["DET-CKPT-STEP"]
+    assert codes(with_args(load=load, ckpt_step=3, ckpt_format="torch")) == []
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     (folder / "__0_0.distcp").write_text("")
     assert codes(with_args(load=load)) == ["DET-CKPT-DAMAGED"]
     (folder / "__0_0.distcp").write_text("x")

@@ -141,9 +141,9 @@ def flip(tensor):
 @pytest.mark.parametrize(
     ("break_it", "named", "why"),
     [
-        (lambda m, o, s: flip(next(iter(o.optimizer.state.values()))["exp_avg"]), "state/exp_avg/", "moments"),
+        (lambda m, o, s: flip(next(iter(o.optimizer.state.values()))["exp_avg"]), "state/exp_avg/", "damaged"),
         (lambda m, o, s: o.optimizer.state.clear(), "state/exp_avg/", "moments"),
-        (lambda m, o, s: next(iter(o.optimizer.state.values()))["step"].zero_(), "state/step/", "moments"),
+        (lambda m, o, s: [v["step"].zero_() for v in o.optimizer.state.values()], "state/step/", "moments"),
         (lambda m, o, s: flip(m[0].weight.data), "state/param/weight", "damaged"),
         (lambda m, o, s: o.optimizer.param_groups[0].update(lr=0.2), "state/lr/group0", "schedule"),
         (lambda m, o, s: setattr(s, "num_steps", 32), "state/scheduler/num_steps", "schedule"),

@@ -21,7 +21,7 @@ for flag in ("--det", "--no-load-rng", "--no-load-optim", "--silent", "--short",
     parser.add_argument(flag, action="store_true")
 for flag in ("--det-ledger", "--save", "--load", "--det-chaos", "--fail-in", "--det-device"):
     parser.add_argument(flag)
-for flag in ("--save-interval", "--exit-interval", "--ckpt-step", "--train-iters"):
+for flag in ("--save-interval", "--exit-interval", "--train-iters"):
     parser.add_argument(flag, type=int)
 parser.add_argument("--ranks", type=int, default=3)
 args = parser.parse_args()
@@ -38,7 +38,7 @@ if args.refuse:
     sys.exit(2)
 state, start = 0, 0
 if args.load:
-    start = args.ckpt_step
+    start = int((Path(args.load) / "latest_checkpointed_iteration.txt").read_text())
     state = json.loads((Path(args.load) / f"iter_{start:07d}" / "state.json").read_text())
     if args.no_load_optim and not args.same_cold:
         state += 1

@@ -159,3 +159,48 @@ def test_needs_neither_torch_nor_megatron(tmp_path):
     wall = subprocess.run([sys.executable, "-c", code.replace("from megatron_det.cli import app", "import torch")],
                           capture_output=True, text=True, timeout=60)  # fmt: skip
     assert "walled" in wall.stderr, "the control: the wall stands"
+
+
+def lines(directory: Path, iterations, items, evaluations=()) -> Path:
+    writer = LedgerWriter(directory, 0, 1, "r")
+    for iteration in iterations:
+        writer.step(iteration, 8 * iteration, items)
+    for iteration, number in evaluations:
+        writer.evaluation(iteration, [("num/validation/loss", of_python(number))])
+    writer.close()
+    return directory
+
+
+def judged(a: Path, b: Path):
+    return compare(read_run(a), read_run(b), with_manifests=False)
+
+
+def test_a_name_that_comes_twice_hides_nothing(tmp_path):
+    sides = []
+    for first in (1.0, 2.0):
+        items = [("num/x", of_python(first)), ("num/x", of_python(7.0))]
+        sides.append(lines(tmp_path / str(first), (1, 2), items))
+    assert judged(sides[0], sides[1]).first.quantity == "num/x"
+    assert judged(sides[0], sides[0]).identical, "the control"
+
+
+def test_an_iteration_in_between_that_one_run_lacks(tmp_path):
+    items = [("num/x", of_python(1.0))]
+    found = judged(lines(tmp_path / "a", (1, 2, 3, 4), items), lines(tmp_path / "b", (1, 2, 4), items))
+    assert (found.first.iteration, found.first.a, found.first.b) == (3, "recorded", "absent")
+    assert "structure differs" in found.first.note
+
+
+def test_an_iteration_that_both_runs_skip_is_no_difference(tmp_path):
+    items = [("num/x", of_python(1.0))]
+    assert judged(lines(tmp_path / "a", (1, 2, 4), items), lines(tmp_path / "b", (1, 2, 4), items)).identical
+
+
+def test_evaluations_are_paired_by_iteration(tmp_path):
+    items = [("num/x", of_python(1.0))]
+    a = lines(tmp_path / "a", (1, 2, 3, 4), items, [(2, 1.0), (4, 1.0)])
+    b = lines(tmp_path / "b", (1, 2, 3, 4), items, [(4, 9.0)])
+    assert (judged(a, b).first.iteration, judged(a, b).first.quantity) == (4, "num/validation/loss")
+    c = lines(tmp_path / "c", (1, 2, 3, 4), items, [(2, 1.0)])
+    assert judged(a, c).identical
+    assert judged(a, c).notices == ["rank 0: only a recorded an evaluation at iteration 4"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -100,9 +101,11 @@ def test_bad_input(tmp_path):
     one_line(call(*TRAINER, out=tmp_path / "w", options=("--chaos", "z:x")), "DET-CHAOS")
     (tmp_path / "file").write_text("")
     one_line(call(*TRAINER, out=tmp_path / "file" / "v"), "DET-OUT")
-    unknown = call(*TRAINER, out=tmp_path / "w", options=("--no-such-option",))
-    assert unknown.returncode == 2
-    assert "--no-such-option" in unknown.stderr
+    assert "--no-such-option" in one_line(
+        call(*TRAINER, out=tmp_path / "w", options=("--no-such-option",)), "DET-USAGE"
+    )
+    one_line(call(*TRAINER, out=tmp_path / "w", options=("--runs", "0")), "DET-USAGE")
+    one_line(call(*TRAINER, out=tmp_path / "w", options=("--device", "tpu")), "DET-USAGE")
 
 
 def test_never_deletes_what_it_did_not_make(tmp_path):
@@ -138,3 +141,50 @@ def test_timeout_ends_what_was_started(tmp_path):
 def test_json(tmp_path):
     done = call(*TRAINER, out=tmp_path / "v", options=("--json", "--iters", "2"))
     assert json.loads(done.stdout) == verdict(tmp_path / "v")
+
+
+def running(mark: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        gone = process.info["status"] == psutil.STATUS_ZOMBIE
+        if str(mark) in " ".join(process.info["cmdline"] or []) and not gone:
+            found.append(process)
+    return found
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_a_launcher_that_ends_leaves_nothing_behind(tmp_path, own_session):
+    started = tmp_path / "started"
+    child = f"import pathlib, time; pathlib.Path({str(started)!r}).write_text(''); time.sleep(600)"
+    launcher = (
+        "import pathlib, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session={own_session})\n"
+        f"while not pathlib.Path({str(started)!r}).exists(): time.sleep(0.05)\n"
+        f"time.sleep({own_session}); sys.exit(1)"
+    )
+    one_line(call(sys.executable, "-c", launcher, out=tmp_path / "v"), "DET-ARM")
+    assert started.exists(), "the control: the child ran"
+    assert running(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_was_started(tmp_path, number):
+    words = [sys.executable, "-m", "megatron_det.cli", "verify", "--out", str(tmp_path / "v"), "--iters", "4", "--"]
+    verifier = subprocess.Popen([*words, *TRAINER, "--hang"], stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 30
+    while len(running(tmp_path)) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert len(running(tmp_path)) == 2, "the control: verify and its arm run"
+    verifier.send_signal(number)
+    _, said = verifier.communicate(timeout=60)
+    assert verifier.returncode == 2
+    assert "interrupted" in said
+    assert running(tmp_path) == []
+
+
+def test_a_damaged_refusal_is_said(tmp_path):
+    code = (
+        "import pathlib, sys; d = pathlib.Path(sys.argv[sys.argv.index('--det-ledger') + 1]); d.mkdir(parents=True); "
+        "(d / 'rank-00000.refusal.json').write_text('{'); sys.exit(2)"
+    )
+    one_line(call(sys.executable, "-c", code, out=tmp_path / "v"), "DET-REFUSAL-DAMAGED")
