@@ -50,6 +50,20 @@ def test_distributed_optimizer_in_fp32_resumes(tmp_path, launch, verify):
 
 OBSERVE = ("--det-level", "observe")
 RESUME_ONLY = ["--iters", "4", "--resume-at", "2", "--runs", "1"]
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+WAYS_OF_RUNNING = {
+    "torch format": ("--ckpt-format", "torch"),
+    "overlapped gather": ("--overlap-grad-reduce", "--overlap-param-gather"),
+    "cyclic data, started in the first step": ("--dataloader-type", "cyclic", "--num-workers", "2"),
+    "evaluation in between, recompute": ("--eval-interval", "2", "--eval-iters", "2", *RECOMPUTE),
+}
+
+
+@pytest.mark.parametrize("name", WAYS_OF_RUNNING)
+def test_ways_of_running_resume(name, launch, verify):
+    """Each of these once differed, or would without its patch: see the docstrings in patching/inventory."""
+    verdict = verify(RESUME_ONLY, launch(2, "gpt", *WAYS_OF_RUNNING[name]))
+    assert verdict.code == 0, verdict.output
 
 
 def test_stock_megatron_cannot_resume_torch_adam(launch, verify):
