@@ -1,7 +1,7 @@
 """The ``det`` backend: a Python ProcessGroup over the vendor's. Vendor calls move bytes; floating sums happen here.
 
 =====================  =========================================================================================
-operation              plan (floating SUM, AVG, PREMUL_SUM; everything else passes through, it is exact)
+operation              plan (floating SUM and AVG; max, min and integers pass through, they are exact)
 =====================  =========================================================================================
 reduce-scatter         all-to-all of the pieces, then the ordered local sum
 all-reduce             reduce-scatter of equal pieces, then all-gather; below ``SMALL`` bytes: all-gather of the whole,
@@ -11,14 +11,15 @@ reduce                 as all-reduce; only the root keeps it
 
 Order   ``order.plan`` over logical ranks of the group: independent of size, bucket, chunk, placement, other groups
 Level   placement
-Memory  all-reduce and reduce-scatter: one copy of the input (rounded up to a multiple of the ranks) for the received
-        pieces; small all-reduce: N copies of the tensor
+Memory  all-reduce: about three times the input (padded, sent, received); reduce-scatter: twice; small
+        all-reduce: N times
+State   a first version, not used by ``--det``: CPU tensors over gloo only. It does not name mismatched calls (gloo
+        aborts); device meshes (FSDP2), ``split_group`` and batched P2P do not work on its default group yet
 Names   torch 2.14 renamed ProcessGroup methods; both names are defined, so that 2.10 to 2.14 find theirs
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from megatron_det.collectives.ordered_sum import ordered_sum
 from megatron_det.collectives.record import Call, record
 from megatron_det.collectives.work import Lane, run_now
+from megatron_det.errors import Finding, Refused
 
 SMALL = 8192  # bytes; a first value, to be measured
 NAME = "det"
@@ -42,9 +44,19 @@ def kind_of(op: Any) -> Any:
     return op.op if hasattr(op, "op") else op
 
 
-def premultiplier(op: Any) -> Any:
-    """The factor of a PREMUL_SUM (a number or a tensor)."""
-    return op.__getstate__()[1]
+def refuse_premultiplied(op: Any) -> None:
+    """PREMUL_SUM would round before it adds. Raises: Refused."""
+    if kind_of(op) == ReduceOp.PREMUL_SUM:
+        raise Refused(
+            Finding(
+                "DET-COLLECTIVE-PREMUL",
+                "reduction",
+                "PREMUL_SUM",
+                "SUM or AVG",
+                "The product would be rounded before the sum.",
+                "multiply the result.",
+            )
+        )
 
 
 class DetProcessGroup(dist.ProcessGroup):
@@ -67,6 +79,7 @@ class DetProcessGroup(dist.ProcessGroup):
     # -- running ----------------------------------------------------------------------------------------------------
 
     def _start(self, name: str, op: Any, tensors: list[torch.Tensor], action: Callable[[], None], opts: Any) -> Any:
+        refuse_premultiplied(op)
         record(Call(self.label, self.ranks, name, str(op), tensors))
         if getattr(opts, "asyncOp", False) or not self.lane.idle():
             return self.lane.submit(action, tensors)
@@ -86,8 +99,6 @@ class DetProcessGroup(dist.ProcessGroup):
         """``pieces[r]`` goes to rank r; ``out`` gets the ordered sum of what all ranks sent here."""
         received = torch.empty(self.ranks * out.numel(), dtype=out.dtype, device=out.device)
         sent = torch.cat([piece.reshape(-1) for piece in pieces]) if len(pieces) > 1 else pieces[0].reshape(-1)
-        if kind_of(op) == ReduceOp.PREMUL_SUM:
-            sent = sent * premultiplier(op)
         outputs = [out.numel()] * self.ranks
         self._all_to_all(received, sent, outputs, [piece.numel() for piece in pieces])
         average = self.ranks if kind_of(op) == ReduceOp.AVG else None
@@ -113,7 +124,7 @@ class DetProcessGroup(dist.ProcessGroup):
         tensor.copy_(flat.view(tensor.shape))
 
     def _all_reduce_small(self, flat: torch.Tensor, op: Any) -> None:
-        sent = flat * premultiplier(op) if kind_of(op) == ReduceOp.PREMUL_SUM else flat.clone()
+        sent = flat.clone()
         everyone = torch.empty(self.ranks * flat.numel(), dtype=flat.dtype, device=flat.device)
         self.vendor._allgather_base(everyone, sent, AllgatherOptions()).wait()
         average = self.ranks if kind_of(op) == ReduceOp.AVG else None
@@ -123,7 +134,7 @@ class DetProcessGroup(dist.ProcessGroup):
     def _must_sum(self, tensor: torch.Tensor, op: Any) -> bool:
         """Whether this reduction depends on the order of its terms."""
         inexact = tensor.is_floating_point() or tensor.is_complex()
-        return self.ranks > 1 and inexact and kind_of(op) in (*SUMS, ReduceOp.PREMUL_SUM)
+        return self.ranks > 1 and inexact and kind_of(op) in SUMS
 
     # -- reductions: all-reduce -------------------------------------------------------------------------------------
 
@@ -141,7 +152,7 @@ class DetProcessGroup(dist.ProcessGroup):
 
     def _exact_all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Integers, bool, max, min, and groups of one: no order to keep. gloo has no AVG and no PREMUL_SUM."""
-        if self.ranks == 1 and kind_of(opts.reduceOp) != ReduceOp.PREMUL_SUM:
+        if self.ranks == 1:
             return self._start("all_reduce", opts.reduceOp, tensors, lambda: None, opts)
         return self._pass("all_reduce", "allreduce", tensors, tensors, opts)
 
@@ -296,9 +307,8 @@ def _flat(outputs: Any) -> list[torch.Tensor]:
 
 
 def create(store: Any, rank: int, size: int, timeout: timedelta) -> DetProcessGroup:
-    """Called by c10d for each new group. MEGATRON_DET_ORDER: linear (default) or tree."""
-    order = os.environ.get("MEGATRON_DET_ORDER", "linear")
-    return DetProcessGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, order)
+    """Called by c10d for each new group."""
+    return DetProcessGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
 def register() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,12 @@ class DetWork(Work):
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout is not None:
+            end = time.monotonic() + timeout.total_seconds()
+            while not self._future.done():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"a det collective did not finish within {timeout}")
+                time.sleep(0.0005)
         self._future.wait()
         return True
 
@@ -34,6 +41,9 @@ class DetWork(Work):
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
+        """What went wrong, once it is over; None before."""
+        if not self._future.done():
+            return None
         try:
             self._future.value()
         except RuntimeError as error:
