@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_det.errors import DetError
+from megatron_det.errors import DetError, FormatError
 from megatron_det.formats import manifest
 from megatron_det.patching.engine import Patch
 from megatron_det.patching.inventory.run import Run
@@ -28,8 +28,23 @@ def leave(error: DetError, rank: int, ledger: str | None) -> None:
     print(f"megatron-det: rank {rank}: {error}", file=sys.stderr, flush=True)
     if ledger is not None:
         document = {"exit_code": error.exit_code, "rank": rank, "findings": [error.finding.as_dict()]}
-        manifest.write_json(manifest.refusal_path(Path(ledger), rank), document)
+        try:
+            manifest.write_json(manifest.refusal_path(Path(ledger), rank), document)
+        except FormatError as second:  # a full disk: the error itself must still leave as one line and its code
+            print(f"megatron-det: rank {rank}: {second}", file=sys.stderr, flush=True)
     sys.exit(error.exit_code)
+
+
+def close(run: Run, how: str) -> None:
+    """The ledger's closing line. After an error, a line that cannot be written is said and hides nothing."""
+    if run.recorder is None:
+        return
+    try:
+        run.recorder.end(how)
+    except FormatError as error:
+        if how != "error":
+            leave(error, run.rank, run.options.ledger)
+        print(f"megatron-det: rank {run.rank}: {error}", file=sys.stderr, flush=True)
 
 
 def _make(run: Run) -> Callable[..., Any]:
@@ -47,8 +62,7 @@ def _make(run: Run) -> Callable[..., Any]:
                 how = "exit" if not stop.code else "error"
                 raise
             finally:
-                if run.recorder is not None:
-                    run.recorder.end(how)
+                close(run, how)
 
         return pretrain
 
