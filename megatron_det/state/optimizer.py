@@ -33,6 +33,8 @@ def options(optimizer: Any) -> Iterator[Quantity]:
         scaler = getattr(one, "grad_scaler", None)
         if scaler is not None:
             yield "loss_scale", f"optimizer{number}", scaler.scale
+            for key, item in sorted(scaler.state_dict().items()):  # when the scale changes next depends on these
+                yield "grad_scaler", f"optimizer{number}/{key}", item
 
 
 def tensors(optimizer: Any, chunks: list[Any]) -> Iterator[Quantity]:
