@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
@@ -88,7 +89,8 @@ def validate(activation: Activation, original: Callable[..., Any], args: Namespa
     try:
         result = original(args, defaults)
     except AssertionError as error:
-        text = str(error).strip() or "an assertion without a text"
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        text = str(error).strip() or f"the assertion '{where.line}' in {where.name}, line {where.lineno}"
         refuse(
             [
                 Finding(

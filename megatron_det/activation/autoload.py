@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import sys
 
-MARK = "--det"
-
 
 def autoload() -> None:
     """The hook. Level: none; it changes nothing unless ``--det`` (or MEGATRON_DET=1) asks for it."""
-    if os.environ.get("MEGATRON_DET") != "1" and not any(word.startswith(MARK) for word in sys.argv[1:]):
+    if os.environ.get("MEGATRON_DET") != "1" and not any(map(looks_like_ours, sys.argv[1:])):
         return
     from megatron_det.activation import start
 
     start.begin(sys.argv)
+
+
+def looks_like_ours(word: str) -> bool:
+    """``--det`` and ``--det-…``, not Megatron's ``--deterministic-mode``. The exact names are looked at later."""
+    return word == "--det" or word.startswith(("--det-", "--det="))

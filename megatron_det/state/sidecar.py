@@ -93,13 +93,23 @@ def _problem(code: str, file: Path, found: str, needed: str, why: str, do: str) 
     return CheckpointError.of(code, str(file), found=found, needed=needed, why=why, do=do)
 
 
-def check(document: dict[str, Any], model: list[Any], optimizer: Any, scheduler: Any) -> None:
-    """Compares what was loaded with what was saved, before the first step. Raises: GuaranteeBroken with the first
-    piece that differs and how many do."""
+MODEL_KINDS = ("param", "buffer")
+
+
+def check(
+    document: dict[str, Any], model: list[Any], optimizer: Any, scheduler: Any, optimizer_loaded: bool = True
+) -> None:
+    """Compares what was loaded with what was saved, before the first step.
+
+    ``optimizer_loaded`` is False with --no-load-optim: then only parameters and buffers are compared.
+    Raises: GuaranteeBroken with the first piece that differs and how many do.
+    """
     saved = dict(document["items"])
     found = dict(
         [*closure.option_items("state", optimizer, scheduler), *closure.tensor_items("state", model, optimizer)]
     )
+    if not optimizer_loaded:
+        saved, found = ({n: v for n, v in part.items() if kind(n) in MODEL_KINDS} for part in (saved, found))
     wrong = [name for name in {**saved, **found} if saved.get(name) != found.get(name)]
     if not wrong:
         return

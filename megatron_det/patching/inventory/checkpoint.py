@@ -109,8 +109,9 @@ class Checkpoints:
 
     def _read(self, folder: Path, iteration: int) -> None:
         self.run.loaded_iteration = iteration
-        if self.args.no_load_rng and self.args.no_load_optim:
-            return
+        weights_only = self.args.no_load_rng and self.args.no_load_optim
+        if weights_only and not sidecar.folder(folder).is_dir():
+            return  # a checkpoint of stock Megatron, taken as a start and not as a resume
         try:
             self.loaded = sidecar.read(folder, self.run.rank, iteration, layout(self.args))
         except CheckpointError as error:
@@ -122,8 +123,7 @@ class Checkpoints:
         """Just before the first forward: loaded state against what was saved, then RNG, last of all."""
         if self.loaded is None:
             return
-        if not self.args.no_load_optim:
-            sidecar.check(self.loaded, model, optimizer, scheduler)
+        sidecar.check(self.loaded, model, optimizer, scheduler, not self.args.no_load_optim)
         if not self.args.no_load_rng:
             rng.restore(self.loaded["rng"])
 

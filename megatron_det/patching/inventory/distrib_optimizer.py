@@ -6,8 +6,8 @@ Why           megatron-core 0.19.2: a fresh process has no optimizer state yet, 
               asserts exactly one step value; in fp32 the load copies in place into views of leaves; with
               ``dp_reshardable`` the step of the template (0) overwrites the saved one; all parameters share one
               step tensor, so that each step counts once per parameter.
-Reaches       loads and saves of every sharding type and of the ``torch`` format, when the inner optimizer is
-              ``torch.optim.Adam`` or ``AdamW``
+Reaches       loads and saves in the ``torch`` format and, in ``torch_dist``, of the shardings ``dp_reshardable`` and
+              ``fully_reshardable`` (0.19.2 cannot save others), when the inner optimizer is torch's Adam or AdamW
 Leaves alone  fused optimizers of TE and Apex, CPU offloading
 Drop when     upstream resumes torch's Adam (megatron-core main of 2026-08 does not)
 """

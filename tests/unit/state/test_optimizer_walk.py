@@ -35,9 +35,10 @@ def test_a_loss_scale_about_to_grow_is_another_state(scaler):
     after = items(scaler)
     assert [name for name in before if before[name] != after[name]] == ["state/grad_scaler/optimizer1/growth_tracker"]
     scaler.update(True)
-    assert items(scaler)["state/grad_scaler/optimizer1/hysteresis_tracker"] != before[
-        "state/grad_scaler/optimizer1/hysteresis_tracker"
-    ]
+    assert (
+        items(scaler)["state/grad_scaler/optimizer1/hysteresis_tracker"]
+        != before["state/grad_scaler/optimizer1/hysteresis_tracker"]
+    )
 
 
 def test_a_mixed_precision_optimizer_is_named_by_the_model():
@@ -47,9 +48,7 @@ def test_a_mixed_precision_optimizer_is_named_by_the_model():
     for main in mains:
         main.grad = torch.ones_like(main)
     inner.step()
-    one = SimpleNamespace(
-        optimizer=inner, float16_groups=[list(model.parameters())], fp32_from_float16_groups=[mains]
-    )
+    one = SimpleNamespace(optimizer=inner, float16_groups=[list(model.parameters())], fp32_from_float16_groups=[mains])
     found = [(kind, name) for kind, name, _ in optimizer.tensors(one, [model])]
     kinds = ("main", "exp_avg", "exp_avg_sq", "step")
     assert found == [(kind, name) for name in ("weight", "bias") for kind in kinds]

@@ -159,3 +159,14 @@ def test_every_piece_that_is_not_restored_is_named(saved, break_it, named, why):
     assert named in caught.value.finding.what
     assert "rank 0" in caught.value.finding.what
     assert why in caught.value.finding.why
+
+
+def test_weights_without_the_optimizer(saved):
+    """--no-load-optim: moments may differ, weights may not."""
+    folder, model, optimizer, scheduler = saved
+    document = sidecar.read(folder, 0, 5, LAYOUT)
+    optimizer.optimizer.state.clear()
+    sidecar.check(document, model, optimizer, scheduler, optimizer_loaded=False)
+    flip(model[0].weight.data)
+    with pytest.raises(GuaranteeBroken, match="state/param/weight"):
+        sidecar.check(document, model, optimizer, scheduler, optimizer_loaded=False)
