@@ -8,7 +8,7 @@ import traceback
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,14 @@ class Activated:
     run: Run
     applied: engine.Applied
     undo_switches: Callable[[], None] | None = None
-    undone: bool = field(default=False)
 
     def undo(self) -> None:
         self.applied.undo()
         if self.undo_switches is not None:
             self.undo_switches()
-        self.undone = True
 
 
 _activated: Activated | None = None
-
-
-def activated() -> Activated | None:
-    return _activated
 
 
 def context(options: Options, args: Namespace | None) -> Context:

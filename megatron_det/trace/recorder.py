@@ -10,22 +10,15 @@ from megatron_det.formats.ledger import LedgerWriter
 
 
 class Recorder:
-    """``put`` during an iteration, in causal order; ``commit`` writes one line. A failing write raises FormatError."""
+    """``extend`` during an iteration, in causal order; ``commit`` writes one line. A failing write raises FormatError."""
 
     def __init__(self, directory: Path, rank: int, world_size: int, run_id: str) -> None:
         self._writer = LedgerWriter(directory, rank, world_size, run_id)
         self._items: list[tuple[str, dict[str, Any]]] = []
         self.last_iteration = 0
 
-    def put(self, name: str, value: dict[str, Any]) -> None:
-        self._items.append((name, value))
-
     def extend(self, items: Iterable[tuple[str, dict[str, Any]]]) -> None:
         self._items.extend(items)
-
-    def discard(self) -> None:
-        """Forgets what an iteration that did not finish has put."""
-        self._items.clear()
 
     def commit(self, iteration: int, consumed_samples: int) -> None:
         self._writer.step(iteration, consumed_samples, self._items)

@@ -108,7 +108,6 @@ class Checkpoints:
         return load_checkpoint
 
     def _read(self, folder: Path, iteration: int) -> None:
-        self.run.loaded_iteration = iteration
         weights_only = self.args.no_load_rng and self.args.no_load_optim
         if weights_only and not sidecar.folder(folder).is_dir():
             return  # a checkpoint of stock Megatron, taken as a start and not as a resume

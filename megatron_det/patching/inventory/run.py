@@ -26,4 +26,3 @@ class Run:
     manifest: dict[str, Any] = field(default_factory=dict)
     before_first_forward: list[Callable[..., None]] = field(default_factory=list)
     before_step: list[Callable[..., None]] = field(default_factory=list)
-    loaded_iteration: int | None = None
