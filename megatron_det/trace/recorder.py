@@ -10,7 +10,7 @@ from megatron_det.formats.ledger import LedgerWriter
 
 
 class Recorder:
-    """``extend`` during an iteration, in causal order; ``commit`` writes one line. A failing write raises FormatError."""
+    """``extend`` during an iteration, in causal order; ``commit`` writes one line. Raises: FormatError (disk full)."""
 
     def __init__(self, directory: Path, rank: int, world_size: int, run_id: str) -> None:
         self._writer = LedgerWriter(directory, rank, world_size, run_id)
