@@ -28,8 +28,8 @@ class StandIn:
 
     def undo(self) -> None:
         global _current
+        self.applied.undo()  # refused while a run's patches lie on top: then nothing is undone
         self.mode.__exit__(None, None, None)
-        self.applied.undo()
         _current = None
 
 

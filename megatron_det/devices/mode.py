@@ -37,12 +37,13 @@ class StandInMode(TorchFunctionMode):
             torch.Tensor.cuda: _stay,
             torch.Tensor.pin_memory: _stay,
             torch.Tensor.cpu: _copy_to_host,
-            torch.Tensor.to: _to,
             torch.Tensor.type: _type,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs) if kwargs else {}
+        if func is torch.Tensor.to:
+            return _to(*args, **kwargs)
         asked_for_cuda = is_cuda(kwargs.get("device"))
         if asked_for_cuda:
             kwargs["device"] = CPU
@@ -52,7 +53,8 @@ class StandInMode(TorchFunctionMode):
         if special is not None:
             return special(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if self.streams.is_device_draw(name, kwargs, asked_for_cuda):
+        on_tensors = any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values()))
+        if self.streams.is_device_draw(name, kwargs, asked_for_cuda or on_tensors):
             with self.streams.drawing():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -78,12 +80,14 @@ def _copy_to_host(tensor: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    devices = [a for a in args[:1] if is_cuda(a)]
-    if devices:
-        args = (CPU, *args[1:])
+    asked = kwargs.get("device", args[0] if args else None)
+    if is_cuda(asked):
+        if "device" in kwargs:
+            kwargs["device"] = CPU
+        else:
+            args = (CPU, *args[1:])
     moved = torch.Tensor.to(tensor, *args, **kwargs)
-    to_host = any(is_cpu(a) for a in args[:1]) and not devices
-    return moved.clone() if to_host and moved is tensor else moved
+    return moved.clone() if is_cpu(asked) and moved is tensor else moved
 
 
 def _type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:

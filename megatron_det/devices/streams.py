@@ -6,7 +6,7 @@ generator is the host stream; the device stream is a generator of its own, whose
 generator for the time of a device draw.
 
 Rule: a random operation that is given no generator draws from the *device* stream, except
-* a factory (``torch.rand`` …) that was not asked for a CUDA device, and
+* a factory (``torch.rand`` …) that was not asked for a CUDA device and is given no tensor, and
 * anything inside ``host()``: the scopes are listed in ``table.py``.
 """
 
@@ -20,11 +20,12 @@ import torch
 
 FACTORIES = frozenset({"rand", "randn", "randint", "randperm", "normal"})
 DRAW_NAMES = """
-    alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout1d dropout2d dropout3d dropout_
-    exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ geometric_
-    gumbel_softmax kaiming_normal_ kaiming_uniform_ log_normal_ multi_head_attention_forward multinomial
-    native_dropout normal_ poisson rand_like randint_like randn_like random_ rrelu rrelu_
-    scaled_dot_product_attention trunc_normal_ uniform_ xavier_normal_ xavier_uniform_
+    alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout1d dropout2d dropout3d
+    dropout_ _sample_dirichlet _standard_gamma exponential_ feature_alpha_dropout feature_alpha_dropout_
+    feature_dropout feature_dropout_ geometric_ gru gumbel_softmax kaiming_normal_ kaiming_uniform_
+    log_normal_ lstm multi_head_attention_forward multinomial native_dropout normal_ poisson rand_like
+    randint_like randn_like random_ rnn_relu rnn_tanh rrelu rrelu_ scaled_dot_product_attention trunc_normal_
+    uniform_ xavier_normal_ xavier_uniform_
 """
 DRAWS = frozenset(DRAW_NAMES.split())
 
@@ -47,11 +48,11 @@ class Streams:
         finally:
             self._host_depth -= 1
 
-    def is_device_draw(self, name: str, kwargs: dict[str, Any], asked_for_cuda: bool) -> bool:
+    def is_device_draw(self, name: str, kwargs: dict[str, Any], on_device: bool) -> bool:
         """The rule above, for one torch function by its name."""
         if self._host_depth or kwargs.get("generator") is not None:
             return False
-        return name in DRAWS or (name in FACTORIES and asked_for_cuda)
+        return name in DRAWS or (name in FACTORIES and on_device)
 
     @contextmanager
     def drawing(self) -> Iterator[None]:

@@ -163,6 +163,16 @@ TABLE: tuple[Redirect, ...] = (
         "the loader's base seed is a host draw",
     ),
     Redirect(
+        "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
+        inside_host_stream,
+        "samplers and datasets are host code: their draws too",
+    ),
+    Redirect(
+        "torch.utils.data._utils.worker:_worker_loop",
+        inside_host_stream,
+        "a loader's worker process is host code",
+    ),
+    Redirect(
         "megatron.core.tensor_parallel.layers:_initialize_affine_weight_cpu",
         inside_host_stream,
         "--use-cpu-initialization draws on the host",
@@ -183,9 +193,9 @@ TABLE: tuple[Redirect, ...] = (
 
 
 def patches(streams: Streams) -> Iterator[Patch]:
-    """The table as patches, in its order."""
+    """The table as patches, in its order. The stand-in is the ground that a run's patches may lie on: ``stack``."""
     for row in TABLE:
-        yield Patch(f"standin-{row.symbol}", row.symbol, _maker(row, streams), why=row.why)
+        yield Patch(f"standin-{row.symbol}", row.symbol, _maker(row, streams), why=row.why, stack=True)
 
 
 def _maker(row: Redirect, streams: Streams) -> Callable[[Any, Callable[[], None]], Any]:

@@ -74,10 +74,17 @@ class Applied:
     patches: list[Patch] = field(default_factory=list)
     rebindings: list[Rebinding] = field(default_factory=list)
     counter: Counter[str] = field(default_factory=Counter)
+    waiting: list[Patch] = field(default_factory=list)
 
     def undo(self) -> None:
+        """Raises: PatchError when another plan replaced one of these targets later and is still applied."""
+        self.waiting.clear()
+        for patch in self.patches:
+            _refuse_undo_below(patch, self.patches)
         while self.rebindings:
             self.rebindings.pop().undo()
+        for patch in self.patches:
+            _owners[patch.target].remove(patch)
         self.patches.clear()
 
     def counts(self) -> dict[str, int]:
@@ -101,13 +108,18 @@ def apply(patches: Iterable[Patch], into: Applied | None = None) -> Applied:
     except BaseException:
         while len(applied.rebindings) > done_before:
             applied.rebindings.pop().undo()
+        for patch in applied.patches[patches_before:]:
+            _owners[patch.target].remove(patch)
         del applied.patches[patches_before:]
         raise
     return applied
 
 
 def apply_when_imported(patches: Iterable[Patch], into: Applied | None = None) -> Applied:
-    """Applies each patch as soon as its module is imported (at once when it is already there)."""
+    """Applies each patch as soon as its module is imported (at once when it is already there).
+
+    A patch that still waits when ``undo`` is called is never applied.
+    """
     applied = into if into is not None else Applied()
     plan = list(patches)
     apply([patch for patch in plan if patch.module in sys.modules], applied)
@@ -115,10 +127,13 @@ def apply_when_imported(patches: Iterable[Patch], into: Applied | None = None) -
     for patch in plan:
         if patch not in applied.patches:
             waiting.setdefault(patch.module, []).append(patch)
+            applied.waiting.append(patch)
     for module, group in waiting.items():
 
         def hook(_: ModuleType, group: list[Patch] = group) -> None:
-            apply(group, applied)
+            due = [patch for patch in group if any(patch is w for w in applied.waiting)]
+            applied.waiting[:] = [w for w in applied.waiting if not any(w is patch for patch in due)]
+            apply(due, applied)
 
         wrapt.register_post_import_hook(hook, module)
     return applied
@@ -146,7 +161,7 @@ def _apply_one(patch: Patch, applied: Applied, places: _Places) -> None:
             why="Another release moved or removed it; training without the patch would break a promise.",
             do="use a supported version (see the README), or report the release that you use.",
         ) from error
-    _refuse_second(patch, applied)
+    _refuse_second(patch)
 
     def ran() -> None:
         applied.counter[patch.id] += 1
@@ -160,10 +175,14 @@ def _apply_one(patch: Patch, applied: Applied, places: _Places) -> None:
                 _bind(applied, Rebinding(patch.id, module, name, original, replacement, inherited=False))
         places.moved(original, replacement)
     applied.patches.append(patch)
+    _owners.setdefault(patch.target, []).append(patch)
 
 
-def _refuse_second(patch: Patch, applied: Applied) -> None:
-    others = [p for p in applied.patches if p.target == patch.target]
+_owners: dict[str, list[Patch]] = {}  # who holds a target now, in all plans of this process
+
+
+def _refuse_second(patch: Patch) -> None:
+    others = _owners.get(patch.target, [])
     if others and not (patch.stack or all(p.stack for p in others)):
         raise PatchError.of(
             "DET-PATCH-TWICE",
@@ -172,6 +191,19 @@ def _refuse_second(patch: Patch, applied: Applied) -> None:
             needed="one owner per symbol",
             why="The second would silently change what the first one promises.",
             do="remove one of the two plugins.",
+        )
+
+
+def _refuse_undo_below(patch: Patch, mine: list[Patch]) -> None:
+    top = _owners[patch.target][-1]
+    if not any(top is p for p in mine):
+        raise PatchError.of(
+            "DET-PATCH-ORDER",
+            f"undo of patch {patch.id}",
+            found=f"{top.id} of another plan lies on top of it on {patch.target}",
+            needed="undo in the reverse order of apply",
+            why="The later undo would bring this replacement back for ever.",
+            do="undo the other plan first.",
         )
 
 

@@ -8,12 +8,23 @@ import sys
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_det import devices
 from megatron_det.devices.table import TABLE
-from megatron_det.errors import Refused
-from megatron_det.patching.engine import resolve
+from megatron_det.errors import PatchError, Refused
+from megatron_det.patching.engine import Patch, apply, resolve
+
+
+class Noisy(Dataset):
+    """A dataset that draws while it is read, in place and on a tensor: host code all the same."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.zeros(2).uniform_()
+
 
 TORCH_ROWS = [row for row in TABLE if row.symbol.startswith("torch")]
 
@@ -28,11 +39,17 @@ def standin():
         installed.undo()
 
 
-def test_every_row_is_effective_and_undone(standin):
-    now = {row.symbol: resolve(row.symbol)[2] for row in TORCH_ROWS}
-    standin.undo()
-    unchanged = [s for s, value in now.items() if resolve(s)[2] is value]
-    assert unchanged == []
+def test_every_row_is_effective_and_undone():
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is visible: the stand-in is tried on machines without one")
+    before = {row.symbol: resolve(row.symbol)[2] for row in TORCH_ROWS}
+    standin = devices.install()
+    try:
+        unchanged = [s for s, value in before.items() if resolve(s)[2] is value]
+    finally:
+        standin.undo()
+    assert unchanged == [], "each row replaces its symbol"
+    assert [s for s, value in before.items() if resolve(s)[2] is not value] == [], "the exact identities are back"
     assert not devices.installed()
     assert torch.cuda.is_available() is False, "the real answer is back"
 
@@ -48,6 +65,18 @@ def test_rows_name_what_exists_and_say_why():
 def test_never_twice(standin):
     with pytest.raises(Refused, match="DET-STANDIN-TWICE"):
         devices.install()
+
+
+def test_a_runs_patch_may_lie_on_the_stand_in_and_leaves_first(standin):
+    target = "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__"
+    on_top = apply([Patch("of-the-run", target, lambda original, ran: original, why="test")])
+    with pytest.raises(PatchError, match="DET-PATCH-ORDER"):
+        standin.undo()
+    assert devices.installed()
+    assert torch.ones(1, device="cuda").device.type == "cpu", "a refused undo takes nothing away"
+    on_top.undo()
+    standin.undo()
+    assert not devices.installed()
 
 
 def test_never_by_surprise_on_a_gpu_machine(monkeypatch):
@@ -74,7 +103,7 @@ def test_tensors_asked_for_on_cuda_are_on_cpu(standin):
 
 def test_a_copy_to_the_host_is_a_copy(standin):
     parameter = torch.zeros(3)
-    snapshots = [parameter.cpu(), parameter.to("cpu"), parameter.to(torch.device("cpu"))]
+    snapshots = [parameter.cpu(), parameter.to("cpu"), parameter.to(torch.device("cpu")), parameter.to(device="cpu")]
     parameter.add_(1)
     assert all(int(snapshot.sum()) == 0 for snapshot in snapshots), "as on a GPU, a snapshot does not follow"
 
@@ -85,6 +114,9 @@ def host() -> bytes:
 
 def device() -> bytes:
     return torch.cuda.get_rng_state().numpy().tobytes()
+
+
+DROPOUT_LSTM = torch.nn.LSTM(4, 4, 2, dropout=0.5)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +132,9 @@ def device() -> bytes:
         lambda: torch.rand_like(torch.ones(8)),
         lambda: torch.bernoulli(torch.full((8,), 0.5)),
         lambda: torch.nn.functional.gumbel_softmax(torch.ones(8)),
+        lambda: torch.normal(torch.zeros(8), torch.ones(8)),
+        lambda: torch.distributions.Gamma(torch.ones(8), torch.ones(8)).sample(),
+        lambda: DROPOUT_LSTM(torch.ones(3, 1, 4)),
     ],
 )
 def test_device_draws_move_the_device_stream_only(standin, draw):
@@ -114,6 +149,8 @@ def test_device_draws_move_the_device_stream_only(standin, draw):
     "draw",
     [
         lambda: iter(DataLoader([1, 2, 3])),
+        lambda: next(iter(DataLoader([1, 2, 3], shuffle=True))),
+        lambda: next(iter(DataLoader(Noisy()))),
         lambda: torch.rand(8),
         lambda: torch.randperm(8),
     ],
@@ -169,6 +206,26 @@ def test_recompute_sees_the_same_mask():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "same mask" in done.stdout, done.stderr
     assert "RNG state changed" not in done.stderr
+
+
+MEGATRON_ROWS = [row.symbol for row in TABLE if not row.symbol.startswith("torch")]
+
+
+@pytest.mark.parametrize("undo_first", [False, True])
+def test_rows_on_megatron_are_effective_and_undone(undo_first):
+    code = (
+        "from megatron_det import devices; from megatron_det.patching.engine import resolve\n"
+        f"rows, early = {MEGATRON_ROWS!r}, {undo_first!r}\n"
+        "made_here = lambda s: resolve(s)[2].__code__.co_filename.replace('\\\\', '/').count('megatron_det/devices/')\n"
+        "standin = devices.install()\n"
+        "if not early:\n"
+        "    assert all(map(made_here, rows)), [s for s in rows if not made_here(s)]\n"
+        "standin.undo()\n"
+        "assert not any(map(made_here, rows)), [s for s in rows if made_here(s)]\n"
+        "print('as it was')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "as it was" in done.stdout, done.stderr
 
 
 def test_import_changes_nothing():

@@ -107,3 +107,32 @@ def test_waits_for_the_import(tmp_path, monkeypatch):
     applied.undo()
     assert late_module.work(3) == 3
     del sys.modules["late_module"]
+
+
+def test_undone_before_the_import_stays_undone(tmp_path, monkeypatch):
+    (tmp_path / "later_module.py").write_text("def work(x):\n    return x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    applied = apply_when_imported([patch("later_module:work")])
+    applied.undo()
+    import later_module
+
+    assert later_module.work(3) == 3
+    assert applied.rebindings == []
+    del sys.modules["later_module"]
+
+
+def test_two_plans_on_one_symbol(host):
+    a, _ = host
+    original = a.work
+    first = apply([patch(id="one")])
+    with pytest.raises(PatchError, match="DET-PATCH-TWICE"):
+        apply([patch(id="two")])
+    assert a.work(1) == 4, "the refused plan left nothing"
+    second = apply([patch(id="two", stack=True)])
+    with pytest.raises(PatchError, match="DET-PATCH-ORDER"):
+        first.undo()
+    assert a.work(1) == 8, "the refused undo changed nothing"
+    second.undo()
+    first.undo()
+    assert a.work is original
+    apply([patch(id="two")]).undo()
