@@ -4,5 +4,6 @@
 """
 
 from megatron_det.collectives.backend import DetProcessGroup, register
+from megatron_det.collectives.settings import Settings
 
-__all__ = ["DetProcessGroup", "register"]
+__all__ = ["DetProcessGroup", "Settings", "register"]

@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
+SKIP = ("torch.distributed", "torch.autograd", "torch.utils", "megatron_det", "contextlib", "torch._ops", "torch.nn")
 
-@dataclass
+
+@dataclass(frozen=True)
 class Call:
-    """One collective as it was issued. ``group`` is c10d's name of the group, ``op`` the reduction or ``-``."""
+    """One collective as it was issued.
+
+    group      c10d's name of the group, and its description where it has one
+    ranks      members of the group
+    operation  ``all_reduce``, ``reduce_scatter`` …
+    reduction  ``SUM`` …, or ``-`` where nothing is added
+    dtype      of the first tensor
+    elements   of all tensors
+    ordered    whether the sum is made here, in rank order (else it is exact, or moves bytes only)
+    site       module and function that made the call, outside torch and this package
+    """
 
     group: str
     ranks: int
-    name: str
-    op: str
-    tensors: list[torch.Tensor]
+    operation: str
+    reduction: str
+    dtype: str
+    elements: int
+    ordered: bool
+    site: str
 
-    def row(self) -> tuple[str, int, str, str, str, int]:
-        """group, ranks, operation, reduction, dtype, elements."""
-        dtype = str(self.tensors[0].dtype).removeprefix("torch.") if self.tensors else "-"
-        elements = sum(t.numel() for t in self.tensors)
-        return self.group, self.ranks, self.name, self.op, dtype, elements
+    def row(self) -> dict[str, Any]:
+        return asdict(self)
 
 
-_listeners: list[list[tuple[str, int, str, str, str, int]]] = []
+_listeners: list[list[Call]] = []
 _count = 0
+_summed = 0
 
 
-def record(call: Call) -> None:
-    global _count
+def record(
+    group: str, ranks: int, operation: str, reduction: str, tensors: list[torch.Tensor], ordered: bool = False
+) -> None:
+    """Counts the call; writes it down while somebody records."""
+    global _count, _summed
     _count += 1
+    _summed += ordered
+    if not _listeners:
+        return
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "-"
+    call = Call(group, ranks, operation, reduction, dtype, sum(t.numel() for t in tensors), ordered, _site())
     for rows in _listeners:
-        rows.append(call.row())
+        rows.append(call)
+
+
+def _site() -> str:
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "?")
+        if not module.startswith(SKIP):
+            return f"{module}:{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "torch (C++)"
 
 
 def count() -> int:
@@ -42,10 +75,15 @@ def count() -> int:
     return _count
 
 
+def summed() -> int:
+    """How many of them were summed here, in rank order."""
+    return _summed
+
+
 @contextmanager
-def recording() -> Iterator[list[tuple[str, int, str, str, str, int]]]:
-    """Collects the rows of all collectives inside."""
-    rows: list[tuple[str, int, str, str, str, int]] = []
+def recording() -> Iterator[list[Call]]:
+    """Collects all collectives inside."""
+    rows: list[Call] = []
     _listeners.append(rows)
     try:
         yield rows

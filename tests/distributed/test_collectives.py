@@ -1,152 +1,216 @@
 """The ``det`` backend on 3, 4 and 5 real gloo processes: bit-equal to a single-process reference in the documented
-order, whatever the size, dtype, bucketing, placement and group history. Pointed at plain gloo, the same checks fail.
+order, whatever the size, dtype, bucketing, chunking, plan, placement and group history. Pointed at plain gloo, the same
+checks fail.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool import Pool
 
-from megatron_det.collectives import record, register
-from megatron_det.collectives.ordered_sum import reference
+from megatron_det.collectives import record
+from megatron_det.collectives.ordered_sum import Reduction, reference
 
 pytestmark = pytest.mark.distributed
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+DTYPES = {
+    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64, "c64": torch.complex64,
+    "f8": torch.float8_e4m3fn,
+}  # fmt: skip
+OPS = {"SUM": dist.ReduceOp.SUM, "AVG": dist.ReduceOp.AVG, "MAX": dist.ReduceOp.MAX, "MIN": dist.ReduceOp.MIN}
+FACTOR = 0.7
 
 
 def shard(seed: int, rank: int, size: int, dtype: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return (torch.randn(size, generator=generator) * 10 ** (rank % 3)).to(DTYPES[dtype])
+    values = torch.randn(size, generator=generator) * 10 ** (rank % 3)
+    values[::7] = 0.0 if rank % 2 else -0.0
+    kind = DTYPES[dtype]
+    return torch.complex(values, values.flip(0)) if kind.is_complex else values.to(kind)
 
 
-def work(job: dict[str, Any], rank: int, ranks: int) -> list[torch.Tensor]:
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with gaps between them."""
+    wide = torch.zeros(tensor.numel(), 3, dtype=tensor.dtype)
+    wide[:, 1] = tensor
+    return wide[:, 1]
+
+
+def op_of(job: dict[str, Any]) -> Any:
+    return dist._make_nccl_premul_sum(FACTOR) if job["op"] == "PREMUL_SUM" else OPS[job["op"]]
+
+
+def all_reduce(job: dict[str, Any], group: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    if job["coalesced"]:
+        with dist._coalescing_manager(group=group, async_ops=True) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor, op=op_of(job), group=group)
+        manager.wait()
+    else:
+        works = [dist.all_reduce(t, op=op_of(job), group=group, async_op=True) for t in tensors]
+        for work in works:
+            work.wait()
+            assert work.is_completed() and work.is_success() and work.exception() is None
+            work.get_future().wait()
+    return tensors
+
+
+def perform(job: dict[str, Any], rank: int, ranks: int) -> list[torch.Tensor]:
     """One job on one rank; the results that are compared."""
-    op = dist.ReduceOp.AVG if job.get("average") else dist.ReduceOp.SUM
-    sizes, dtype = job["sizes"], job["dtype"]
-    group = dist.new_group(list(range(ranks))) if job.get("new_group") else None
+    group = dist.new_group(list(range(ranks))) if job["new_group"] else None
+    many = [size * (1 if job["name"] in ("all_reduce", "reduce") else ranks) for size in job["sizes"]]
+    tensors = [shard(job["seed"] + i, rank, size, job["dtype"]) for i, size in enumerate(many)]
+    tensors = [strided(t) for t in tensors] if job["strided"] else tensors
     if job["name"] == "all_reduce":
-        tensors = [shard(job["seed"] + i, rank, size, dtype) for i, size in enumerate(sizes)]
-        if job.get("coalesced"):
-            with dist._coalescing_manager(group=group, async_ops=True) as manager:
-                for tensor in tensors:
-                    dist.all_reduce(tensor, op=op, group=group)
-            manager.wait()
-        else:
-            handles = [dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors]
-            for handle in handles:
-                handle.wait()
-        return tensors
-    whole = [shard(job["seed"] + i, rank, size * ranks, dtype) for i, size in enumerate(sizes)]
-    outs = [torch.empty(size, dtype=DTYPES[dtype]) for size in sizes]
-    for out, tensor in zip(outs, whole, strict=True):
-        dist.reduce_scatter_tensor(out, tensor, op=op, group=group)
+        return all_reduce(job, group, tensors)
+    if job["name"] == "reduce":
+        for tensor in tensors:
+            dist.reduce(tensor, 1, op=op_of(job), group=group)
+        return tensors if rank == 1 else []
+    outs = [torch.empty(size, dtype=DTYPES[job["dtype"]]) for size in job["sizes"]]
+    for out, tensor in zip(outs, tensors, strict=True):
+        dist.reduce_scatter_tensor(out, tensor, op=op_of(job), group=group)
     return outs
 
 
 def expected(job: dict[str, Any], rank: int, ranks: int) -> list[torch.Tensor]:
+    reduction = Reduction(job["op"], FACTOR if job["op"] == "PREMUL_SUM" else None)
     results = []
     for i, size in enumerate(job["sizes"]):
-        many = size if job["name"] == "all_reduce" else size * ranks
+        many = size * (1 if job["name"] in ("all_reduce", "reduce") else ranks)
         shards = [shard(job["seed"] + i, r, many, job["dtype"]) for r in range(ranks)]
-        total = reference(shards, "linear", bool(job.get("average")))
-        results.append(total if job["name"] == "all_reduce" else total[rank * size : (rank + 1) * size])
-    return results
+        total = reference(shards, job.get("order", "tree"), reduction)
+        results.append(total if job["name"] != "reduce_scatter" else total[rank * size : (rank + 1) * size])
+    return results if job["name"] != "reduce" or rank == 1 else []
 
 
-def worker(process: int, backend: str, placement: list[int], port: int, pipes: list[Any]) -> None:
-    torch.set_num_threads(1)
-    rank, ranks = placement[process], len(placement)
-    register()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group(backend, rank=rank, world_size=ranks)
-    while (job := pipes[process].recv()) is not None:
-        before = record.count()
-        got = work(job, rank, ranks)
-        wanted = expected(job, rank, ranks)
-        equal = all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, wanted, strict=True) if a.numel()
-        )
-        pipes[process].send((equal, record.count() - before))
-    dist.destroy_process_group()
+def bits(tensor: torch.Tensor) -> bytes:
+    values = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    values.copy_(tensor.flatten())
+    return bytes(torch.view_as_real(values).numpy() if tensor.is_complex() else values.view(torch.uint8).numpy())
 
 
-class Pool:
-    """Real processes that serve many examples. ``placement[p]`` is the logical rank of process p."""
-
-    def __init__(self, backend: str, placement: list[int]) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        context = mp.get_context("spawn")
-        self.mine, theirs = zip(*(context.Pipe() for _ in placement), strict=True)
-        arguments = (backend, placement, port, list(theirs))
-        self.processes = [context.Process(target=worker, args=(p, *arguments)) for p in range(len(placement))]
-        for process in self.processes:
-            process.start()
-
-    def run(self, job: dict[str, Any]) -> tuple[bool, int]:
-        """(all ranks equal to the reference, calls that went through our backend)."""
-        for pipe in self.mine:
-            pipe.send(job)
-        answers = []
-        for pipe in self.mine:
-            assert pipe.poll(60), "a worker hangs"
-            answers.append(pipe.recv())
-        return all(equal for equal, _ in answers), min(calls for _, calls in answers)
-
-    def close(self) -> None:
-        for pipe in self.mine:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
+def same(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return [bits(t) for t in got] == [bits(t) for t in wanted]
 
 
-@pytest.fixture(scope="module", params=[[0, 1, 2], [3, 1, 0, 2], [0, 1, 2, 3, 4], [4, 2, 0, 1, 3]], ids=str)
+def check(job: dict[str, Any], rank: int, ranks: int) -> tuple[bool, int]:
+    """(bits equal to the reference, sums that were made by us)."""
+    before = record.summed()
+    got = perform(job, rank, ranks)
+    return same(got, expected(job, rank, ranks)), record.summed() - before
+
+
+TWO_NODES = ["a", "a", "b", "b"]
+CASES = {
+    "3 ranks": ([0, 1, 2], {}, None),
+    "4 ranks, permuted": ([3, 1, 0, 2], {}, None),
+    "4 ranks, pieces, small chunks": ([0, 1, 2, 3], {"trip_bytes": 0, "chunk_bytes": 1024}, None),
+    "4 ranks, linear, permuted": ([2, 3, 1, 0], {"order": "linear", "trip_bytes": 3000}, None),
+    "4 ranks on 2 nodes": ([0, 1, 2, 3], {"trip_bytes": 0, "node_bytes": 1, "chunk_bytes": 2048}, TWO_NODES),
+    "5 ranks, permuted, unchecked": ([4, 2, 0, 1, 3], {"checks": "never", "trip_bytes": 50000}, None),
+}
+
+
+def pool_of(name: str) -> tuple[Pool, dict[str, Any]]:
+    placement, chosen, nodes = CASES[name]
+    each = [dict(chosen, **({"node": nodes[rank]} if nodes else {})) for rank in placement]
+    return Pool("det", placement, each), chosen
+
+
+@pytest.fixture(scope="module", params=list(CASES))
 def det(request):
-    pool = Pool("det", request.param)
-    yield pool
+    pool, chosen = pool_of(request.param)
+    yield pool, chosen.get("order", "tree")
     pool.close()
 
 
-JOBS = st.fixed_dictionaries(
-    {
-        "name": st.sampled_from(["all_reduce", "reduce_scatter"]),
-        "sizes": st.lists(st.sampled_from([0, 1, 2, 7, 100, 2047, 2048, 5000]), min_size=1, max_size=3),
-        "dtype": st.sampled_from(list(DTYPES)),
-        "seed": st.integers(0, 10_000),
-        "coalesced": st.booleans(),
-        "average": st.booleans(),
-        "new_group": st.sampled_from([False, False, False, True]),
-    }
-)
+REDUCTIONS = {
+    "name": st.sampled_from(["all_reduce", "reduce_scatter", "reduce"]),
+    "sizes": st.lists(st.sampled_from([0, 1, 2, 7, 43, 100, 2047, 2048, 5000]), min_size=1, max_size=3),
+    "dtype": st.sampled_from(list(DTYPES)),
+    "seed": st.integers(0, 10_000),
+    "coalesced": st.booleans(),
+    "strided": st.booleans(),
+    "op": st.sampled_from(["SUM", "SUM", "AVG", "PREMUL_SUM", "MAX", "MIN"]),
+    "new_group": st.sampled_from([False, False, False, True]),
+}
+JOBS = st.fixed_dictionaries(REDUCTIONS).filter(lambda job: job["dtype"] != "c64" or job["op"] not in ("MAX", "MIN"))
 
 
 def test_equal_to_the_reference(det):
-    @settings(max_examples=25)
+    pool, order = det
+
+    @settings(max_examples=30)
     @given(JOBS)
-    def check(job):
-        equal, calls = det.run(job)
-        assert equal
-        assert calls >= 1, "the sums went through our backend"
+    def prove(job):
+        answers = pool.run(check, job | {"order": order})
+        assert all(equal for equal, _ in answers)
+        assert min(ours for _, ours in answers) >= 1, "the sums were made by our backend"
 
-    check()
+    prove()
 
 
-def test_plain_gloo_fails_the_same_check():
-    """The control: with 3 ranks and enough elements, gloo's own order gives other bits."""
-    pool = Pool("gloo", [0, 1, 2])
+def plans_taken(job: Any, rank: int, ranks: int) -> dict[str, int]:
+    return dist.group.WORLD.state.core_for(None).taken
+
+
+def test_each_plan_was_taken(det):
+    """The cases above are there to force the plans; this shows that they did (after the property test)."""
+    pool, order = det
+    for size in (1, 5000):
+        pool.run(check, {"name": "all_reduce", "sizes": [size], "dtype": "f32", "seed": 1, "coalesced": False,
+                         "strided": False, "op": "SUM", "new_group": False, "order": order})  # fmt: skip
+    taken = set().union(*(set(answer) for answer in pool.run(plans_taken, None)))
+    assert taken & {"small", "pieces", "node"} and len(taken) >= 2, taken
+
+
+def test_node_by_node_was_taken():
+    pool, _ = pool_of("4 ranks on 2 nodes")
     try:
-        jobs = [{"name": "all_reduce", "sizes": [5000], "dtype": "f32", "seed": seed} for seed in range(3)]
-        assert not all(pool.run(job)[0] for job in jobs)
+        job = {"coalesced": False, "strided": False, "new_group": False, "sizes": [5000, 333], "seed": 3}
+        for name in ("all_reduce", "reduce_scatter"):
+            for op in ("SUM", "AVG", "PREMUL_SUM", "MAX"):
+                for dtype in ("f32", "bf16"):
+                    answers = pool.run(check, job | {"name": name, "op": op, "dtype": dtype})
+                    assert all(equal for equal, _ in answers), (name, op, dtype)
+        assert pool.run(plans_taken, None)[0]["node"] >= 16
+    finally:
+        pool.close()
+
+
+SPLIT = [1500, 0, 2500, 1000]
+
+
+def buckets(job: str, rank: int, ranks: int) -> bool:
+    """The same 5000 numbers in one call, in four, and as the head of a longer message: the same bits?"""
+    fused = shard(7, rank, 5000, "f32")
+    split, long = [t.clone() for t in fused.split(SPLIT)], torch.cat([fused, shard(9, rank, 3000, "f32")])
+    dist.all_reduce(fused)
+    for tensor in split:
+        dist.all_reduce(tensor)
+    dist.all_reduce(long)
+    return same([fused, fused], [torch.cat(split), long[:5000]])
+
+
+def test_bucketing_does_not_matter(det):
+    pool, _ = det
+    assert all(pool.run(buckets, "")), "one call, split calls and a longer call give the same bits"
+
+
+def test_plain_gloo_fails_the_same_checks():
+    """The control: gloo's own order is not the documented one, and follows the size of the message."""
+    pool = Pool("gloo", [0, 1, 2])
+    job = {"name": "all_reduce", "sizes": [5000], "dtype": "f32", "coalesced": False, "strided": False, "op": "SUM",
+           "new_group": False}  # fmt: skip
+    try:
+        equal = [all(e for e, _ in pool.run(check, job | {"seed": seed})) for seed in range(3)]
+        assert not all(equal)
+        assert not all(pool.run(buckets, ""))
     finally:
         pool.close()
