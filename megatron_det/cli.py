@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -69,7 +70,9 @@ def main_options(
     "  megatron-det verify -- torchrun --nproc-per-node 8 pretrain_gpt.py ARGS\n\n"
     "  megatron-det verify --resume-at 10 --iters 20 --out proof -- torchrun pretrain_gpt.py ARGS\n\n"
     "  megatron-det verify --device cpu --chaos b:flip-bit:iteration=3,rank=1 -- torchrun --nproc-per-node 2 "
-    "pretrain_gpt.py ARGS"
+    "pretrain_gpt.py ARGS\n\n"
+    "  megatron-det verify --vary '--ddp-bucket-size 40000' --vary '--det-placement 3,1,0,2' -- torchrun "
+    "--nproc-per-node 4 pretrain_gpt.py ARGS"
 )
 def verify(
     launch: Annotated[list[str] | None, typer.Argument(metavar="-- LAUNCH COMMAND", show_default=False)] = None,
@@ -78,6 +81,12 @@ def verify(
     iters: Annotated[int | None, typer.Option(min=2, help="How far arms run; --train-iters is never changed.")] = None,
     out: Annotated[Path, typer.Option(help="Logs, ledgers, checkpoint and verify.json go here.")] = Path("verify-out"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Empty an OUT that verify made.")] = False,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another run from scratch with these flags added, whose bits must be the same: 'FLAG VALUE'."
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one arm may take.")] = 3600,
     device: Annotated[str | None, typer.Option(help="cpu: add --det-device cpu (CPU stand-in); or cuda.")] = None,
     chaos: Annotated[list[str] | None, typer.Option(help="Inject a fault into one arm: ARM:SPEC.")] = None,
@@ -97,7 +106,8 @@ def verify(
         if device not in (None, "cpu", "cuda"):
             raise typer.BadParameter("--device is cpu or cuda")
         target = out.absolute()
-        faults = commands.chaos_by_arm(chaos or [], [arm.name for arm in plan(target, steps, runs)])
+        varied = tuple(tuple(shlex.split(text)) for text in vary or [])
+        faults = commands.chaos_by_arm(chaos or [], [arm.name for arm in plan(target, steps, runs, varied)])
         verification.prepare_output(target, overwrite)
         console = Console(stderr=True, width=None if sys.stderr.isatty() else 100)
         for words in command.removed:
@@ -105,8 +115,9 @@ def verify(
         extra = ("--det-device", device) if device else ()
         with ArmProgress(console, steps.iterations) as progress:
             job = verification.Job(
-                command, target, steps, runs, extra, faults, timeout, fail_fast, progress.update, progress.finished
-            )
+                command, target, steps, runs, extra, faults, timeout, fail_fast, progress.update, progress.finished,
+                varied,
+            )  # fmt: skip
             code = verification.run(job)
         result = verification.verdict(job, code)
         _show(result, job.lines, as_json)
@@ -130,12 +141,15 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="DIR_B")],
     first: Annotated[int | None, typer.Option("--from", help="First iteration to compare.")] = None,
     last: Annotated[int | None, typer.Option("--to", help="Last iteration to compare.")] = None,
+    portable: Annotated[
+        bool, typer.Option("--portable", help="Bucket size, overlap or placement may differ: fold optimizer shards.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare two recorded runs offline; neither torch nor Megatron is needed."""
 
     def action() -> int:
-        comparison = compare_runs(read_run(a), read_run(b), first, last)
+        comparison = compare_runs(read_run(a), read_run(b), first, last, portable=portable)
         result = comparison.as_dict()
         if as_json:
             print(json.dumps(result, indent=1))

@@ -116,6 +116,7 @@ def carry_out(options: Options, args: Namespace, here: Context) -> Activated:
         if not observe:
             run.before_first_forward.insert(0, built.check(result.applied, args))
             run.before_step.append(switches.check(options.debug))
+            run.before_first_forward.append(inventory.check_groups(options.level))
         if options.ledger is not None:
             directory = Path(options.ledger)
             run.recorder = Recorder(directory, run.rank, run.world_size, run_id())
@@ -137,7 +138,7 @@ def run_id() -> str:
 
 def announce(options: Options, run: Run, plan: list[engine.Patch]) -> None:
     """What changed, and the weakest link, on rank 0."""
-    device, link = run.manifest["device"], weakest()
+    device, link = run.manifest["device"], weakest(options.level)
     print(f"megatron-det: level {options.level}, device {device}, {len(plan)} patches", flush=True)
     print(f"megatron-det: weakest link: {link.name} ({link.level}): {link.why}", flush=True)
     for patch in plan:

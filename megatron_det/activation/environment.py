@@ -111,3 +111,18 @@ def start_again(environment: MutableMapping[str, str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *command[1:]], dict(environment))
+
+
+def place(environment: MutableMapping[str, str], placement: str) -> list[Finding]:
+    """Gives this process the rank that the placement names; LOCAL_RANK, and with it the device, stays."""
+    rank, size = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
+    words = placement.split(",")
+    if sorted(words) != sorted(str(r) for r in range(int(size))):
+        return [
+            Finding(
+                "DET-PLACEMENT", "--det-placement", placement, f"each of 0 to {int(size) - 1} once",
+                "Every rank is somewhere.", "write one number per process, with commas.",
+            )
+        ]  # fmt: skip
+    environment["RANK"] = words[int(rank)]
+    return []

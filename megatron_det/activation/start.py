@@ -72,6 +72,8 @@ def _begin(activation: Activation, stand_in: bool, argv0: str) -> None:
     activation.late = environment.prepare(os.environ, stand_in)
     if activation.late and not is_test_run(argv0):
         environment.start_again(os.environ)
+    if activation.options.placement is not None:
+        activation.problems += environment.place(os.environ, activation.options.placement)
     if stand_in:
         from megatron_det import devices
 

@@ -3,7 +3,7 @@
 ``register()`` makes the backend ``det`` known to torch.distributed; importing this changes nothing.
 """
 
-from megatron_det.collectives.backend import DetProcessGroup, register
+from megatron_det.collectives.backend import NAME, DetProcessGroup, register
 from megatron_det.collectives.settings import Settings
 
-__all__ = ["DetProcessGroup", "Settings", "register"]
+__all__ = ["NAME", "DetProcessGroup", "Settings", "register"]

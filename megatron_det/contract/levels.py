@@ -21,7 +21,10 @@ LINKS = (
     Link("RNG streams", "placement", "one per logical rank, saved and restored per global rank"),
     Link("optimizer and checkpoint", "placement", "what is loaded is compared with what was saved"),
     Link("local operations", "placement", "torch's deterministic implementations, one process each"),
-    Link("collectives", "run", "sums are the vendor's: their order may follow ring, message size and bucket layout"),
+)
+ORDERED = Link("collectives", "placement", "sums are made in logical-rank order by the det backend")
+VENDOR = Link(
+    "collectives", "run", "at level run sums are the vendor's: they may follow ring, message size and buckets"
 )
 
 
@@ -30,5 +33,10 @@ def strength(level: str) -> int:
     return LEVELS.index(level)
 
 
-def weakest(links: tuple[Link, ...] = LINKS) -> Link:
-    return min(links, key=lambda link: strength(link.level))
+def links(level: str) -> tuple[Link, ...]:
+    """The chain of a run at this level."""
+    return (*LINKS, ORDERED if strength(level) >= strength("placement") else VENDOR)
+
+
+def weakest(level: str) -> Link:
+    return min(links(level), key=lambda link: strength(link.level))

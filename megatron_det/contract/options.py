@@ -20,11 +20,25 @@ class Options:
 
     det: bool = option(False, "--det", "train bitwise reproducibly and resumably; refuse what cannot be vouched for")
     level: str = option(
-        "run",
+        "placement",
         "--det-level",
-        "contract level: 'run' (same bits again), 'placement' (and wherever the ranks are placed; refused until the "
-        "collectives reach it), or 'observe' (change nothing, promise nothing, only record)",
+        "contract level: 'placement' (same bits again, wherever the ranks are placed and whatever the bucket size and "
+        "overlap), 'run' (same bits again on the same placement; sums stay the vendor's), or 'observe' (change "
+        "nothing, promise nothing, only record)",
         choices=("observe", "run", "placement"),
+    )
+    order: str = option(
+        "tree",
+        "--det-order",
+        "order of sums over ranks at level placement: 'tree' (balanced, may go node by node) or 'linear'",
+        choices=("tree", "linear"),
+    )
+    placement: str | None = option(
+        None,
+        "--det-placement",
+        "an experiment: the process that the launcher gave rank p becomes rank Pp, on the device that it has; the "
+        "bits must not change at level placement",
+        metavar="P0,P1,…",
     )
     ledger: str | None = option(
         None, "--det-ledger", "write the full-precision ledger and the manifest of this run here", metavar="DIR"

@@ -59,7 +59,7 @@ def barrier(original: Any, streams: Streams) -> Any:
 def all_reduce(original: Any, streams: Streams) -> Any:
     @functools.wraps(original)
     def run(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if op != dist.ReduceOp.AVG:
+        if op != dist.ReduceOp.AVG or dist.get_backend(group) != "gloo":
             return original(tensor, op=op, group=group, async_op=async_op)
         work = original(tensor, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
         if work is not None:

@@ -185,7 +185,7 @@ TABLE: tuple[Redirect, ...] = (
     Redirect("torch.distributed:init_process_group", d.init_process_group, "nccl -> gloo, no device"),
     Redirect("torch.distributed:new_group", d.new_group, "nccl -> gloo, no options"),
     Redirect("torch.distributed:barrier", d.barrier, "gloo takes no device_ids"),
-    Redirect("torch.distributed:all_reduce", d.all_reduce, "gloo has no AVG: sum, then divide"),
+    Redirect("torch.distributed:all_reduce", d.all_reduce, "gloo before torch 2.14 has no AVG: sum, then divide"),
     Redirect("torch.distributed:all_to_all_single", d.all_to_all_single, "gloo wants split sizes as lists"),
     # Megatron
     Redirect("megatron.core.datasets.utils:compile_helpers", _no_compiler_needed, "the wheel has no Makefile"),

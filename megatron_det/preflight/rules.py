@@ -48,7 +48,7 @@ def needs_det(context: Context) -> Iterator[Finding]:
 
 def level(context: Context) -> Iterator[Finding]:
     """The level asked for against the weakest link of the chain."""
-    link = weakest()
+    link = weakest(context.options.level)
     if strength(context.options.level) > strength(link.level):
         yield Finding(
             "DET-LEVEL", f"--det-level {context.options.level}", f"{link.name} reach {link.level}", "all links at it",

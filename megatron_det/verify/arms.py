@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class Arm:
     against: str | None
     first: int
     must_differ: bool = False
+    portable: bool = False
     result: str = NOT_RUN
     seconds: float = 0.0
     exit_code: int | None = None
@@ -38,6 +40,7 @@ class Arm:
     def as_dict(self) -> dict[str, Any]:
         return {
             "name": self.name,
+            "flags": list(self.flags),
             "result": self.result,
             "against": self.against,
             "iterations": list(self.iterations) if self.iterations else None,
@@ -61,8 +64,11 @@ def resume_from(out: Path) -> Path:
     return out / "resume-from"
 
 
-def plan(out: Path, steps: Schedule, runs: int) -> list[Arm]:
-    """The arms in the order in which they run. The checkpoint that ``continued`` takes serves the last two."""
+def plan(out: Path, steps: Schedule, runs: int, vary: Sequence[tuple[str, ...]] = ()) -> list[Arm]:
+    """The arms in the order in which they run. The checkpoint that ``continued`` takes serves ``resumed`` and ``cold``.
+
+    ``vary``: flags of further runs from scratch whose bits must be the same at level ``placement``.
+    """
     checkpoint = str(out / "checkpoint")
     end = ("--exit-interval", str(steps.iterations))
     load = ("--load", str(resume_from(out)), *end)
@@ -73,4 +79,8 @@ def plan(out: Path, steps: Schedule, runs: int) -> list[Arm]:
         Arm("continued", ("--save", checkpoint, "--save-interval", str(steps.resume_at), *end), repeats[0], 1),
         Arm("resumed", load, "continued", after),
         Arm("cold", (*load, "--no-load-optim", "--no-load-rng"), "continued", after, must_differ=True),
+        *(
+            Arm(f"vary-{number}", (*end, *flags), repeats[0], 1, portable=True)
+            for number, flags in enumerate(vary, start=1)
+        ),
     ]

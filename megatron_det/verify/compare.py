@@ -16,6 +16,7 @@ from megatron_det.errors import FormatError
 from megatron_det.formats import manifest as manifests
 from megatron_det.formats.ledger import RankLedger, RunLedger
 from megatron_det.formats.scalars import show, ulp_distance
+from megatron_det.verify.portable import pair as fold
 
 PHASES = ("data", "rng", "state", "num", "after")
 CAUSES = {
@@ -95,9 +96,17 @@ def headline(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def compare(
-    a: RunLedger, b: RunLedger, first: int | None = None, last: int | None = None, with_manifests: bool = True
+    a: RunLedger,
+    b: RunLedger,
+    first: int | None = None,
+    last: int | None = None,
+    with_manifests: bool = True,
+    portable: bool = False,
 ) -> Comparison:
     """Compares iterations ``first`` to ``last`` (default: all that both recorded).
+
+    ``portable``: the runs may differ in bucket size, overlap or placement; see ``verify.portable``. Differences of
+    their arguments are then said, not judged.
 
     Raises: FormatError when world sizes differ or no iteration is common: that is never "identical".
     """
@@ -109,10 +118,17 @@ def compare(
         found = f"iterations {_span(a.iterations())} and {_span(b.iterations())}"
         raise _cannot(a, b, found, "iterations that both runs recorded" + _range(first, last))
     comparison = Comparison(chosen)
+    if portable:
+        a, b, said = fold(a, b)
+        comparison.notices += said
     comparison.notices += [f"a: {text}" for text in a.torn()] + [f"b: {text}" for text in b.torn()]
     comparison.notices += _lengths(a, b, first, last)
     if with_manifests:
         _compare_manifests(a, b, comparison)
+    if portable:
+        changed = [d.key for d in comparison.environment if d.section == "args" and d.key != "digest"]
+        comparison.environment = [d for d in comparison.environment if d.section != "args"]
+        comparison.notices.append("changed arguments: " + (", ".join(changed) or "none"))
     for iteration in _between(a, b, chosen):
         if iteration not in common:
             comparison.first = _one_sided(a, iteration)

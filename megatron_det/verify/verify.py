@@ -36,6 +36,7 @@ class Job:
     fail_fast: bool
     progress: Callable[[a.Arm, int, float], None]
     finished: Callable[[a.Arm], None]
+    vary: tuple[tuple[str, ...], ...] = ()
     arms: list[a.Arm] = field(default_factory=list)
     error: DetError | None = None
     lines: list[str] = field(default_factory=list)
@@ -64,7 +65,7 @@ def prepare_output(out: Path, overwrite: bool) -> None:
 
 def run(job: Job) -> int:
     """Runs all arms. Returns the exit code; ``verify.json`` says the same."""
-    job.arms = a.plan(job.out, job.steps, job.runs)
+    job.arms = a.plan(job.out, job.steps, job.runs, job.vary)
     ledgers: dict[str, RunLedger] = {}
     try:
         for arm in job.arms:
@@ -196,8 +197,9 @@ def _judge(arm: a.Arm, ledgers: dict[str, RunLedger]) -> None:
         arm.result = a.REFERENCE
         return
     arm.comparison = compare(
-        ledgers[arm.against], ledgers[arm.name], first=arm.first, with_manifests=not arm.must_differ
-    )
+        ledgers[arm.against], ledgers[arm.name], first=arm.first, with_manifests=not arm.must_differ,
+        portable=arm.portable,
+    )  # fmt: skip
     same = arm.comparison.identical
     if arm.must_differ:
         arm.result = a.CONTROL_EQUAL if same else a.MUST_DIFFER
