@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as C10dBackend
 
 from megatron_det.collectives.core import ByNode, Core
 from megatron_det.collectives.operations import Operations
@@ -27,6 +28,7 @@ from megatron_det.errors import GuaranteeBroken
 
 NAME = "det"
 CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
+PYTHON_BACKENDS = "rank" in (C10dBackend.__init__.__doc__ or "")  # from torch 2.14 on
 _defaults = Settings()
 
 
@@ -87,6 +89,12 @@ class GroupState:
         for core in self._cores.values():
             core.by_node = ByNode(core, per_node) if per_node else None
 
+    def cores(self) -> list[Core]:
+        return list(self._cores.values())
+
+    def core_wire(self, kind: str) -> Wire:
+        return self._cores[kind].wire
+
     def stop(self, method: str) -> None:
         self.lane.stop()
         for core in self._cores.values():
@@ -111,11 +119,11 @@ class _Group(Operations):
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
 
     def set_timeout(self, timeout: timedelta) -> None:
-        for core in self.state._cores.values():
+        for core in self.state.cores():
             core.wire.vendor.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.state._cores["cpu"].wire.calls
+        return self.state.core_wire("cpu").calls
 
     def _set_sequence_number_for_group(self) -> None:
         """The number starts at zero when the group is made."""
@@ -127,7 +135,7 @@ class _Group(Operations):
         self.state.stop("abort")
 
 
-class DetBackend(_Group, torch._C._distributed_c10d.Backend):
+class DetBackend(_Group, C10dBackend):
     """For C++ callers. Properties are defined here: torch would look them up on this object without end."""
 
     supports_coalescing = False
@@ -146,12 +154,18 @@ class DetProcessGroup(_Group, dist.ProcessGroup):
     """For Python callers; torch 2.10 to 2.13 call its virtual methods from C++ too, under their older names."""
 
     def __init__(self, store: Any, state: GroupState) -> None:
-        super().__init__(store, state.rank, state.size)
+        if PYTHON_BACKENDS:
+            super().__init__(store, state.rank, state.size)
+            backend, kind = DetBackend(state), CUSTOM
+            devices = ["cpu", "cuda"]
+        else:  # what torch asks a Backend there (whether it coalesces, for one) adds nothing
+            super().__init__(state.rank, state.size)
+            backend, kind, devices = state.core_wire("cpu").vendor, dist.ProcessGroup.BackendType.GLOO, ["cpu"]
         self.state = state
-        self.backend = DetBackend(state)
-        self._set_default_backend(CUSTOM)
-        for device in ("cpu", "cuda"):
-            self._register_backend(torch.device(device), CUSTOM, self.backend)
+        self.backend = backend  # held: C++ keeps no reference to a Python object
+        self._set_default_backend(kind)
+        for device in devices:
+            self._register_backend(torch.device(device), kind, backend)
 
     def _set_group_name(self, name: str) -> None:
         self.state.name = name

@@ -55,7 +55,7 @@ def all_reduce(job: dict[str, Any], group: Any, tensors: list[torch.Tensor]) -> 
         works = [dist.all_reduce(t, op=op_of(job), group=group, async_op=True) for t in tensors]
         for work in works:
             work.wait()
-            assert work.is_completed() and work.is_success() and work.exception() is None
+            assert work.is_completed()
             work.get_future().wait()
     return tensors
 
