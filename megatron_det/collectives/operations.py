@@ -241,6 +241,8 @@ class Operations:
             same = str(ins[0].dtype).removeprefix("torch.")
             own = f"sends {[t.numel() for t in ins]}, receives {[t.numel() for t in outs]}"
             flats = [flat_in(t) for t in ins]
+            if flats[core.me].numel() != outs[core.me].numel():
+                raise ValueError(f"all_to_all: this rank's own piece: {own}")
             core.wire.begin(Signature("all_to_all", same, own), sizes(ins, core.me), sizes(outs, core.me))
             _exchange_all(core, flats, outs)
 
