@@ -18,6 +18,7 @@ from megatron.training import determinism
 from megatron_det import devices
 from megatron_det.activation import built, environment, flags, manifest, switches
 from megatron_det.activation.start import Activation
+from megatron_det.collectives import record
 from megatron_det.contract.levels import weakest
 from megatron_det.contract.options import Options
 from megatron_det.errors import DetError, Finding
@@ -117,6 +118,8 @@ def carry_out(options: Options, args: Namespace, here: Context) -> Activated:
             run.before_first_forward.insert(0, built.check(result.applied, args))
             run.before_step.append(switches.check(options.debug))
             run.before_first_forward.append(inventory.check_groups(options.level))
+        if options.collectives is not None:
+            record.write_at_exit(Path(options.collectives) / f"rank-{run.rank:05d}.json")
         if options.ledger is not None:
             directory = Path(options.ledger)
             run.recorder = Recorder(directory, run.rank, run.world_size, run_id())

@@ -33,7 +33,7 @@ UNCOMPARED_ARGUMENTS = frozenset(
         "no_load_optim", "tensorboard_dir", "wandb_save_dir", "local_rank", "rank", "data_cache_path", "det_ledger",
         "det_chaos", "det_resume", "iteration", "consumed_train_samples", "consumed_valid_samples",
         "skipped_train_samples", "timing_log_level", "log_interval", "non_persistent_save_interval", "async_save",
-        "det_digest_interval", "det_placement",
+        "det_digest_interval", "det_placement", "det_collectives",
     }
 )  # fmt: skip
 DATA_ARGUMENTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-SKIP = ("torch.distributed", "torch.autograd", "torch.utils", "megatron_det", "contextlib", "torch._ops", "torch.nn")
+SKIP = {"torch", "megatron_det", "contextlib"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Call:
         return asdict(self)
 
 
-_listeners: list[list[Call]] = []
+_listeners: list[Any] = []
 _count = 0
 _summed = 0
 
@@ -64,7 +68,7 @@ def _site() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "?")
-        if not module.startswith(SKIP):
+        if module.partition(".")[0] not in SKIP:
             return f"{module}:{frame.f_code.co_qualname}"
         frame = frame.f_back
     return "torch (C++)"
@@ -78,6 +82,34 @@ def count() -> int:
 def summed() -> int:
     """How many of them were summed here, in rank order."""
     return _summed
+
+
+class Tally:
+    """Counts calls by where they come from, so that a long run stays small. ``append`` makes it a listener."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[tuple[str, ...]] = Counter()
+
+    def append(self, call: Call) -> None:
+        group = call.group.partition(" ")[2] or "default"
+        how = "rank order" if call.ordered else "exact" if call.reduction != "-" else "moves"
+        self.rows[call.site, group, call.operation, call.reduction, call.dtype, how] += 1
+
+    def as_list(self) -> list[dict[str, Any]]:
+        names = ("site", "group", "operation", "reduction", "dtype", "how")
+        return [{**dict(zip(names, row, strict=True)), "calls": calls} for row, calls in sorted(self.rows.items())]
+
+
+def write_at_exit(path: Path) -> None:
+    """Records until the process ends, then writes the tally."""
+    tally = Tally()
+    _listeners.append(tally)
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(tally.as_list(), indent=1) + "\n")
+
+    atexit.register(write)
 
 
 @contextmanager

@@ -67,6 +67,12 @@ class Options:
         "waive findings by code; the waiver is printed and recorded, and the claim no longer covers it",
         metavar="CODE",
     )
+    collectives: str | None = option(
+        None,
+        "--det-collectives",
+        "write what each rank reduced, where in the code, in which group and how (one JSON file per rank) here",
+        metavar="DIR",
+    )
     debug: bool = option(
         False, "--det-debug", "debug profile: also fill fresh memory with NaN, so that reads of it show (slower)"
     )
