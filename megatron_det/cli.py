@@ -160,16 +160,25 @@ def compare(
     guarded(action)
 
 
-@app.command(epilog="Example:\n\n  megatron-det doctor --device cpu")
+@app.command(
+    epilog="Examples:\n\n  megatron-det doctor --device cpu\n\n  megatron-det doctor --collectives --ranks 8 --json"
+)
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cuda, or cpu for the CPU stand-in.")] = "auto",
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Probe which all-reduce keeps its bits here, and how fast it is.")
+    ] = False,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Processes of the probe [default: GPUs, else 4]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print this machine's manifest and preflight, without training."""
+    """Print this machine's manifest and preflight, without training; or probe its collectives."""
 
     def action() -> int:
-        from megatron_det.activation.doctor import main as examine
+        from megatron_det.activation import doctor as activation_doctor
 
+        if collectives:
+            return activation_doctor.collectives(ranks, as_json, device)
+        examine = activation_doctor.main
         return examine(as_json, device)
 
     guarded(action)

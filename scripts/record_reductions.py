@@ -1,7 +1,7 @@
 """Makes the table of Megatron's reductions from what runs recorded with ``--det-collectives DIR``.
 
-    python scripts/record_reductions.py out/coll-*            # prints what is new or gone
-    python scripts/record_reductions.py --write out/coll-*    # writes megatron_det/contract/reductions.json
+python scripts/record_reductions.py out/coll-*            # prints what is new or gone
+python scripts/record_reductions.py --write out/coll-*    # writes megatron_det/contract/reductions.json
 """
 
 from __future__ import annotations
