@@ -87,7 +87,7 @@ def write_sealed(path: Path, document: dict[str, Any]) -> None:
 
     Raises: FormatError (DET-WRITE): disk full, read-only directory.
     """
-    text = canonical({**document, "sha256": seal(document)})
+    text = json.dumps({**document, "sha256": seal(document)}, sort_keys=True)
     name = path.with_name(f".new-{path.name}-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
