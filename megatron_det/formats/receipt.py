@@ -269,7 +269,7 @@ WIDEST = 46
 def table(mismatches: list[Mismatch], shown: int = 24) -> str:
     """One mismatch a line: piece, rank, entry, saved, found, likely cause."""
     rows = [(m.piece, str(m.rank), m.name, m.saved, m.found, m.cause) for m in mismatches[:shown]]
-    cut = [[cell if len(cell) <= WIDEST else cell[: WIDEST - 1] + "…" for cell in row[:-1]] + [row[-1]] for row in rows]
+    cut = [[row[0], row[1], tail(row[2]), start(row[3]), start(row[4]), row[5]] for row in rows]
     lines = [list(HEADINGS), *cut]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
@@ -277,3 +277,11 @@ def table(mismatches: list[Mismatch], shown: int = 24) -> str:
     if len(mismatches) > shown:
         text.append(f"and {len(mismatches) - shown} more")
     return "\n".join(text)
+
+
+def start(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
+
+
+def tail(text: str) -> str:
+    return text if len(text) <= WIDEST else "…" + text[1 - WIDEST :]
