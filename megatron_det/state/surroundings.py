@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -189,15 +190,18 @@ class Autotune:
         return "winners of the autotuner; it ran again and time chose another kernel, or the kernel has changed"
 
 
-def tuners() -> Iterator[tuple[str, Any]]:
-    """Every autotuner that a loaded module holds by name."""
+def tuners() -> list[tuple[str, Any]]:
+    """Every autotuner that a loaded module holds, by the module and name of the function that it tunes."""
     triton = sys.modules.get("triton.runtime.autotuner")
+    found: dict[str, Any] = {}
     if triton is None:
-        return
-    for name, module in sorted(sys.modules.items()):
-        for key, item in sorted(vars(module).items()) if module is not None else ():
-            if isinstance(item, triton.Autotuner) and getattr(item, "__module__", name) == name:
-                yield f"{name}.{key}", item
+        return []
+    for module in list(sys.modules.values()):
+        for item in list(vars(module).values()) if isinstance(module, ModuleType) else ():
+            # type(), not isinstance: lazy objects warn or import when they are asked for their class
+            if issubclass(type(item), triton.Autotuner):
+                found[f"{item.base_fn.__module__}.{item.base_fn.__qualname__}"] = item
+    return sorted(found.items())
 
 
 def _chosen(config: Any) -> str:

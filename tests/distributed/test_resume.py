@@ -107,25 +107,25 @@ def test_what_is_wrong_is_named_before_the_first_step(train, tmp_path):
     assert "likely cause" in table
     assert "DET-CKPT-STATE" in output
 
-    folder = damaged("swapped") / "megatron_det"  # whole parts of two ranks exchanged, each under the other's name
+    folder = damaged("swapped") / "megatron_det"  # rank 1 gets the moments of rank 0
     one, other = (folder / f"rank-{rank:05d}.json" for rank in (0, 1))
     theirs = json.loads(other.read_text())
     pieces = {piece["name"]: piece for piece in json.loads(one.read_text())["pieces"]}
-    theirs["pieces"] = [pieces["rng"] if piece["name"] == "rng" else piece for piece in theirs["pieces"]]
+    theirs["pieces"] = [pieces["optimizer"] if piece["name"] == "optimizer" else piece for piece in theirs["pieces"]]
     receipt.write_sealed(other, theirs)
     output = resumed("swapped")
     assert "DET-CKPT-FOREIGN" in output
-    assert "rank 1, piece rng" in output
+    assert "rank 1, piece optimizer" in output
     assert "the piece of rank 0" in output
 
     other_threads = {"OMP_NUM_THREADS": "2"}
     code, output = train(2, "--load", str(tmp_path / "good"), "--exit-interval", "3", **other_threads)
-    assert code == 2, output[-2000:]
+    assert code != 0, output[-2000:]
     assert "DET-CKPT-ENVIRONMENT" in output
     assert "threads/torch 2" in output
 
     code, output = train(1, "--load", str(tmp_path / "good"), "--exit-interval", "3")
-    assert code == 2, output[-2000:]
+    assert code != 0, output[-2000:]
     assert "DET-CKPT-LAYOUT" in output
     assert "saved with world_size 2" in output
     assert "this run's world_size 1" in output

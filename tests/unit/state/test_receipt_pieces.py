@@ -6,8 +6,10 @@ import copy
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from small_rank import build, head
@@ -15,8 +17,8 @@ from small_rank import build, head
 from megatron_det.errors import CheckpointError
 from megatron_det.formats import receipt as written
 from megatron_det.kernels.fingerprint import value
+from megatron_det.state import digests, receipt, surroundings
 from megatron_det.state import piece as register
-from megatron_det.state import receipt
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -200,3 +202,102 @@ def test_two_entries_of_one_name_are_refused(rank, curriculum, monkeypatch):
     monkeypatch.setattr(curriculum, "digest", lambda here: [("a", 1), ("a", 1)])
     with pytest.raises(CheckpointError, match="DET-PIECE-TWICE"):
         receipt.take(rank, head(0))
+
+
+def test_triton_s_own_autotuner(process):
+    """The winner comes back through JSON, and a warm-up that time decides otherwise is seen."""
+    from tuned_kernel import scale
+
+    assert ("tuned_kernel.scale", scale) in surroundings.tuners()
+    scale.cache[(128, "torch.bfloat16")] = scale.configs[1]
+    document = written.plain(receipt.take(build(), head(0), only={"autotune"}))
+    here = build()
+    scale.cache.clear()
+    assert [one.piece for one in receipt.check(here, document, {"autotune"})] == ["autotune"]
+    receipt.restore(here, document)
+    assert receipt.check(here, document, {"autotune"}) == []
+    assert scale.cache[(128, "torch.bfloat16")] is scale.configs[1]
+    scale.cache[(128, "torch.bfloat16")] = scale.configs[0]
+    wrong = receipt.check(here, document, {"autotune"})
+    assert "tuned_kernel.scale" in wrong[0].name
+    scale.cache.clear()
+
+
+class Blend:
+    """As Megatron's data sets hold their order."""
+
+    def __init__(self, seed: int, size: int = 50) -> None:
+        order = np.random.RandomState(seed)
+        self.shuffle_index = order.permutation(size)
+        self.dataset_index = order.randint(0, 3, size).astype(np.int16)
+        self.datasets = [SimpleNamespace(sample_index=np.arange(8).reshape(4, 2))]
+
+
+class MegatronSampler:
+    total_samples, micro_batch_size, data_parallel_rank, data_parallel_size = 50, 2, 0, 1
+
+
+def loading(seed: int, size: int = 50) -> SimpleNamespace:
+    return SimpleNamespace(dataset=Blend(seed, size), batch_sampler=MegatronSampler())
+
+
+def test_another_order_of_the_data_is_named(rank):
+    rank.data = loading(1)
+    document = receipt.take(rank, head(2), only={"data"})
+    names = [name for name, _ in document["pieces"][0]["entries"]]
+    assert {"index/shuffle_index", "index/dataset_index", "index/0/sample_index"} <= set(names)
+    rank.data = loading(1)
+    assert receipt.check(rank, document, {"data"}) == []
+    rank.data = loading(2)  # another seed, or --train-iters
+    wrong = receipt.check(rank, document, {"data"})
+    assert (wrong[0].piece, wrong[0].rank, wrong[0].name) == ("data", 2, "index/shuffle_index")
+    assert "--train-iters" in wrong[0].cause
+
+
+def test_a_large_index_is_sampled_and_says_so(monkeypatch):
+    monkeypatch.setattr(surroundings, "WHOLE", 1 << 12)
+    monkeypatch.setattr(surroundings, "BLOCK", 1 << 6)
+    array = np.arange(1 << 16)
+    first = surroundings.sampled(array)
+    assert first.dtype == "int64 sampled"
+    array[-1] += 1
+    assert surroundings.sampled(array) != first, "both ends are always looked at"
+
+
+class Delayed(torch.nn.Module):
+    """As a Transformer Engine module keeps its delayed scaling."""
+
+    def __init__(self):
+        super().__init__()
+        side = SimpleNamespace(scale=torch.ones(3), amax_history=torch.rand(4, 3))
+        self.fp8_meta = {"scaling_fwd": side}
+
+
+def test_fp8_scales_are_named(rank):
+    rank.model.append(Delayed())
+    document = receipt.take(rank, head(1), only={"fp8"})
+    assert receipt.check(rank, document, {"fp8"}) == []
+    rank.model[1].fp8_meta["scaling_fwd"].amax_history.zero_()
+    wrong = receipt.check(rank, document, {"fp8"})
+    assert [(one.piece, one.rank, one.name) for one in wrong] == [("fp8", 1, "fp8/chunk1//scaling_fwd/amax_history")]
+    assert wrong[0].cause == "derived anew instead of loaded"
+
+
+def test_a_ramp_of_the_batch_is_looked_at_one_step_ahead(rank):
+    """At the save the calculator still holds the last step's number; the receipt says the coming one's."""
+    calculator.unset_num_microbatches_calculator()
+    calculator.init_num_microbatches_calculator(0, None, 8, 2, 1, False, "0:4 16:8")
+    calculator.update_num_microbatches(12)
+    assert calculator.get_num_microbatches() == 2
+    rank.args.consumed_train_samples = 16
+    document = receipt.take(rank, head(0), only={"batches"})
+    assert calculator.get_num_microbatches() == 2, "looked at, not moved"
+    saved = written.entries(document)
+    assert saved["batches/num_micro_batches"][1]["dec"] == "4"
+    calculator.update_num_microbatches(16)
+    assert receipt.check(rank, document, {"batches"}) == []
+
+
+def test_threads_change_no_digest(rank):
+    items = [(f"t{n}", torch.rand(40_000)) for n in range(5)]
+    assert digests.values(items, threads=1) == digests.values(items, threads=3)
