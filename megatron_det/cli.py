@@ -1,4 +1,4 @@
-"""``megatron-det``: verify, compare, doctor, run."""
+"""``megatron-det``: verify, compare, receipt, doctor, run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.console import Console
 from megatron_det import __version__
 from megatron_det.errors import DetError
 from megatron_det.formats.ledger import read_run
+from megatron_det.formats.receipt import locate
+from megatron_det.report import receipt as receipts
 from megatron_det.report.progress import ArmProgress
 from megatron_det.report.terminal import show_comparison, show_verdict
 from megatron_det.verify import command as commands
@@ -156,6 +158,31 @@ def compare(
         else:
             show_comparison(Console(width=None if sys.stdout.isatty() else 100), result)
         return 0 if comparison.identical else 1
+
+    guarded(action)
+
+
+@app.command(
+    epilog="Examples:\n\n  megatron-det receipt checkpoints\n\n"
+    "  megatron-det receipt checkpoints/iter_0000100 other/iter_0000100"
+)
+def receipt(
+    a: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a --save directory (its newest).")],
+    b: Annotated[Path | None, typer.Argument(metavar="[PATH_B]", help="Another one: show where they differ.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the receipt of a checkpoint, or compare those of two; neither torch nor Megatron is needed."""
+
+    def action() -> int:
+        found = receipts.describe(locate(a)) if b is None else receipts.difference(locate(a), locate(b))
+        if as_json:
+            print(json.dumps(found, indent=1))
+        else:
+            show = receipts.show if b is None else receipts.show_difference
+            show(Console(width=None if sys.stdout.isatty() else 140), found)
+        if b is None:
+            return 1 if found["facts"]["replicas"] else 0
+        return 0 if found["verdict"] == "identical" else 1
 
     guarded(action)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import random
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron.core import tensor_parallel
 
 from megatron_det.errors import CheckpointError
 from megatron_det.formats.digest import digest_array
+from megatron_det.state.piece import Here
 
 State = dict[str, Any]
 
@@ -109,3 +111,22 @@ def gauss_bits(gauss: float | str | None) -> int:
         return 2**64 - 1
     number = float.fromhex(gauss) if isinstance(gauss, str) else gauss
     return int.from_bytes(struct.pack(">d", number), "big")
+
+
+class Streams:
+    """All streams of this rank. Restored last: what is built before the first step draws from them."""
+
+    name = "rng"
+
+    def capture(self, here: Here) -> Any:
+        return capture()
+
+    def restore(self, here: Here, state: Any) -> None:
+        restore(state)
+
+    def digest(self, here: Here) -> Iterator[tuple[str, Any]]:
+        for name, piece in capture().items():
+            yield f"rng/{name}", value(piece)
+
+    def describe(self) -> str:
+        return "random streams of this rank; not restored, restored from a peer, or drawn from after the restore"

@@ -1,9 +1,9 @@
 """What each micro-batch really was: digests of its tensors and the sample ids that the sampler gave.
 
-Replaces      ``RerunDataIterator.__next__``, the samplers' ``__iter__``; torch's ``_BaseDataLoaderIter.__init__``
+Replaces      ``RerunDataIterator.__next__``, the samplers' ``__iter__``, ``cyclic_iter`` (a generator hides its loader)
 Why           values are taken where the training loop gets them, after workers and prefetching; a sampler's lists come
               back in the order in which it gave them, so a queue per sampler pairs ids with batches
-Reaches       training iterators during ``train_step`` (single dataloader type; others: digests without ids)
+Reaches       training iterators during ``train_step`` (single and cyclic; external: digests without ids)
 Leaves alone  what is yielded, replay by the rerun state machine (a replayed batch is not recorded twice), validation
 Drop when     upstream yields sample ids with its batches
 """
@@ -19,9 +19,15 @@ import torch
 from megatron_det.formats import scalars
 from megatron_det.kernels.fingerprint import value
 from megatron_det.patching.engine import Patch
+from megatron_det.patching.inventory.loader import Picked, loader_patches
 
-SAMPLERS = ("MegatronPretrainingSampler", "MegatronPretrainingRandomSampler")
+SAMPLERS = (
+    "MegatronPretrainingSampler", "MegatronPretrainingRandomSampler", "HybridCPMegatronPretrainingSampler",
+    "MegatronFullValidationSampler",
+)  # fmt: skip
 QUEUE = "_megatron_det_yielded"
+
+__all__ = ["DataTap", "loader_patches", "patches"]
 
 
 class DataTap:
@@ -79,30 +85,51 @@ def _iterate(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[
         ran()
         queue: deque[list[int]] = deque()
         setattr(self, QUEUE, queue)
-        for indices in original(self):
+        start = int(getattr(self, "consumed_samples", 0))
+        for number, indices in enumerate(original(self)):
             queue.append([int(i) for i in indices])
-            yield indices
+            yield Picked(indices, (type(self).__name__, len(self), start + number * samples_per_batch(self)))
 
     return __iter__
 
 
-def _still(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[..., Any]:
-    def __init__(self: Any, loader: Any) -> None:
+def samples_per_batch(sampler: Any) -> int:
+    """Samples that one list of the sampler stands for, over all data-parallel ranks."""
+    size = getattr(sampler, "micro_batch_times_data_parallel_size", None) or sampler.data_parallel_size
+    return int(size) * int(getattr(sampler, "num_micro_batches", 1))
+
+
+class Cyclic:
+    """``cyclic_iter`` as an object: the same batches, and it can be asked for the sampler behind them."""
+
+    def __init__(self, original: Callable[..., Any], iterable: Any) -> None:
+        self.original, self.iterable = original, iterable
+        self.inner: Any = None
+
+    @property
+    def _index_sampler(self) -> Any:
+        return getattr(self.inner, "_index_sampler", None)
+
+    def __iter__(self) -> Cyclic:
+        return self
+
+    def __next__(self) -> Any:
+        for _ in range(2):
+            if self.inner is None:
+                self.inner = iter(self.iterable)
+            try:
+                return next(self.inner)
+            except StopIteration:
+                self.inner = None
+        return next(self.original(()))  # empty: Megatron's own error
+
+
+def _cyclic(original: Callable[..., Any], ran: Callable[[], None]) -> Callable[..., Any]:
+    def cyclic_iter(iterable: Any) -> Cyclic:
         ran()
-        state = torch.get_rng_state()
-        try:
-            original(self, loader)
-        finally:
-            torch.set_rng_state(state)
+        return Cyclic(original, iterable)
 
-    return __init__
-
-
-def loader_patches() -> list[Patch]:
-    """Starting a data loader draws a base seed from torch's CPU stream. When that happens depends on the loader and on
-    whether the run was resumed (``cyclic`` starts in the middle of the first step), so it must not move the stream."""
-    why = "when a loader starts must not move the CPU random stream: a resumed run starts it at another moment"
-    return [Patch("dataloader-base-seed", "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__", _still, why)]
+    return cyclic_iter
 
 
 def patches(tap: DataTap) -> list[Patch]:
@@ -110,6 +137,7 @@ def patches(tap: DataTap) -> list[Patch]:
     target = "megatron.core.rerun_state_machine:RerunDataIterator.__next__"
     tapped = Patch("data-iterator-next", target, _next(tap), why)
     module = "megatron.training.datasets.data_samplers"
-    return [tapped] + [
+    cyclic = Patch("data-cyclic", "megatron.training.training:cyclic_iter", _cyclic, why)
+    return [tapped, cyclic] + [
         Patch(f"sampler-{name}", f"{module}:{name}.__iter__", _iterate, why, stack=True) for name in SAMPLERS
     ]
