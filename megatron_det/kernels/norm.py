@@ -24,7 +24,7 @@ from megatron_det.kernels.tree import first_dim, last_dim
 
 
 def _mean(x: torch.Tensor) -> torch.Tensor:
-    """Shapes: [n, H] -> [n, 1]."""
+    """Shapes: [..., H] -> [..., 1]."""
     return last_dim(x) / x.shape[-1]
 
 
@@ -36,7 +36,7 @@ def _reciprocal_root(mean_square: torch.Tensor, eps: float) -> torch.Tensor:
 def forward(
     x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, eps: float, centred: bool, zero_centred: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The reference. Shapes: x [n, H] -> y [n, H], r [n, 1], m [n, 1] or None. ``centred``: LayerNorm."""
+    """The reference. Shapes: x [..., H] -> y [..., H], r [..., 1], m [..., 1] or None. ``centred``: LayerNorm."""
     wide = x.float()
     mean = None
     if centred:
@@ -57,14 +57,14 @@ def backward(
     mean: torch.Tensor | None,
     zero_centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Shapes: grad, x [n, H] -> dx [n, H] (type of x), dgamma [H] and dbeta [H] in fp32.
+    """Shapes: grad, x [..., H] -> dx [..., H] (type of x), dgamma [H] and dbeta [H] in fp32.
 
     dx = r * (dy * g - [mean(dy * g)] - x hat * mean(dy * g * x hat)); the term in brackets only when centred.
     """
     dy = grad.float()
     hat = (x.float() * root) if mean is None else (x.float() - mean).mul_(root)
-    dgamma = first_dim(dy * hat)
-    dbeta = first_dim(dy) if mean is not None else dgamma
+    dgamma = first_dim((dy * hat).reshape(-1, x.shape[-1]))
+    dbeta = first_dim(dy.reshape(-1, x.shape[-1])) if mean is not None else dgamma
     dhat = dy * _scale(gamma, zero_centred)
     along = _mean(dhat * hat)
     if mean is not None:
@@ -90,16 +90,14 @@ class Norm(torch.autograd.Function):
         centred: bool,
         zero_centred: bool,
     ) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        y, root, mean = forward(rows, gamma, beta, eps, centred, zero_centred)
-        ctx.save_for_backward(rows, gamma, root, *([] if mean is None else [mean]))
+        y, root, mean = forward(x, gamma, beta, eps, centred, zero_centred)
+        ctx.save_for_backward(x, gamma, root, *([] if mean is None else [mean]))
         ctx.zero_centred, ctx.beta = zero_centred, None if beta is None else beta.dtype
-        return y.view(x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, gamma, root, *mean = ctx.saved_tensors
-        grad = grads[0].reshape(rows.shape)
-        dx, dgamma, dbeta = backward(grad, rows, gamma, root, mean[0] if mean else None, ctx.zero_centred)
+        x, gamma, root, *mean = ctx.saved_tensors
+        dx, dgamma, dbeta = backward(grads[0], x, gamma, root, mean[0] if mean else None, ctx.zero_centred)
         beta = None if ctx.beta is None else dbeta.to(ctx.beta)
-        return dx.view(grads[0].shape), dgamma.to(gamma.dtype), beta, None, None, None
+        return dx, dgamma.to(gamma.dtype), beta, None, None, None
