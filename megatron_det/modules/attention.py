@@ -81,9 +81,9 @@ def prove(
     Once per shape and process. Draws from a generator of its own. Raises: GuaranteeBroken when a bit differs.
     """
     draw = torch.Generator(device).manual_seed(20240229)
-    q, k, v, grad = (
-        torch.randn(s, generator=draw, device=device).to(dtype) for s in (q_shape, k_shape, k_shape, q_shape)
-    )
+    shapes = (q_shape, k_shape, k_shape, q_shape)
+    q, k, v, grad = (torch.randn(shape, generator=draw, device=device).to(dtype) for shape in shapes)
+    scale = q.shape[-1] ** -0.5
     seen: set[bytes] = set()
     for replay in range(REPLAYS):
         garbage = [torch.full((q.numel() + 64 * replay,), float("nan"), dtype=dtype, device=device) for _ in range(3)]

@@ -46,16 +46,22 @@ class DetNorm(torch.nn.Module):
                 why="No order is written down for another one.",
                 do="choose --normalization RMSNorm.",
             )
+        self._set(config, eps)
+        start = torch.zeros if self.zero_centred else torch.ones
+        self.weight = torch.nn.Parameter(start(hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if self.centred else None
+        self._mark()
+
+    def _set(self, config: TransformerConfig, eps: float) -> None:
         self.config = config
         self.eps = eps
         self.centred = config.normalization == "LayerNorm"
         self.zero_centred = config.layernorm_zero_centered_gamma
-        start = torch.zeros if self.zero_centred else torch.ones
-        self.weight = torch.nn.Parameter(start(hidden_size))
-        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if self.centred else None
-        for parameter in self.parameters():  # Megatron adds these gradients over the tensor-parallel ranks
-            parameter.sequence_parallel = config.sequence_parallel
         self.runs: Counter[str] = Counter()
+
+    def _mark(self) -> None:
+        for parameter in self.parameters():  # Megatron adds these gradients over the tensor-parallel ranks
+            parameter.sequence_parallel = self.config.sequence_parallel
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -71,3 +77,20 @@ class DetNorm(torch.nn.Module):
     def extra_repr(self) -> str:
         kind = "LayerNorm" if self.centred else "RMSNorm"
         return f"{kind}, {self.weight.shape[0]}, eps={self.eps}, zero_centred={self.zero_centred}"
+
+
+def take_over_norm(module: torch.nn.Module, config: TransformerConfig) -> bool:
+    """Turns a norm of torch's into ours, in place, where a spec cannot reach (``TransformerBlock``'s final norm).
+
+    False: not one of the two classes, or without weights.
+    """
+    kind = {torch.nn.RMSNorm: "RMSNorm", torch.nn.LayerNorm: "LayerNorm"}.get(type(module))
+    if kind is None or kind != config.normalization or config.layernorm_zero_centered_gamma or module.weight is None:
+        return False
+    eps: Any = module.eps
+    module.__class__ = DetNorm
+    if kind == "RMSNorm":
+        module.bias = None
+    module._set(config, eps)
+    module._mark()
+    return True
