@@ -22,6 +22,8 @@ Worked example: ``last_dim`` of [1, 2, 3, 4, 5], p = 8: (1 + 5), 2, 3, 4 -> (6 +
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 BLOCK = 64
@@ -52,7 +54,7 @@ def last_dim(x: torch.Tensor) -> torch.Tensor:
 def first_dim(x: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     """Shapes: x [n, ...], contiguous -> [...]. ``x`` is left as it is. n = 0 gives 0. ``block``: a power of two."""
     full = x.shape[0] // block * block
-    flat = x.view(x.shape[0], -1)
+    flat = x.view(x.shape[0], math.prod(x.shape[1:]))
     parts = [_within(flat[:full].view(-1, block, flat.shape[1]))] if full else []
     if x.shape[0] > full:
         parts.append(_within(flat[full:].unsqueeze(0)))
