@@ -1,0 +1,1 @@
+"""Megatron modules with a written-down order: what ``specs.py`` puts into a model."""
