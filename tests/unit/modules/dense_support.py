@@ -104,6 +104,7 @@ def megatron(**more: Any) -> Iterator[None]:
     """One process of Megatron on the stand-in: groups, RNG streams; taken down again."""
     from megatron.core import parallel_state, tensor_parallel
 
+    before = dict(os.environ)  # Megatron writes NVTE_... when it builds a model
     standin = devices.install()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -118,8 +119,8 @@ def megatron(**more: Any) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
         standin.undo()
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def config(**more: Any) -> Any:
