@@ -1,5 +1,5 @@
-"""``kill -9`` at random moments of Megatron's own ``dist_checkpointing.save``, the receipt and the tracker,
-in the order of ``save_checkpoint``, at once and in the background: what the tracker names is whole and loads; nothing earlier is lost.
+"""``kill -9`` at random moments of Megatron's own ``dist_checkpointing.save``, the receipt and the tracker (in the
+order of ``save_checkpoint``), at once and in the background: what the tracker names is whole and loads.
 
 One process, a small model. ``MEGATRON_DET_KILLS`` sets how many moments are tried in each of the two ways.
 """
