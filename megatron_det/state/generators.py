@@ -17,12 +17,15 @@ DEPTH = 6  # attributes and containers between the root and the generator
 WIDTH = 4096  # longer containers hold data, not generators
 
 
-def find(root: Any, depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
+def find(root: Any, depth: int = DEPTH, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
     """(path, generator) of every generator reachable from ``root`` through attributes, lists, tuples and dicts.
 
-    Modules and process-wide generators are left out: they are streams of their own piece.
+    Process-wide generators are left out: they are streams of their own piece. ``seen``: what several calls have looked
+    into already (ids; it is filled).
     """
-    yield from _walk(root, "", depth, {id(one) for one in _global()})
+    seen = set() if seen is None else seen
+    seen.update(id(one) for one in _global())
+    yield from _walk(root, "", depth, seen)
 
 
 def _global() -> list[Any]:
@@ -33,12 +36,13 @@ def _global() -> list[Any]:
 def _walk(one: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(one, (str, bytes, int, float, bool, type(None), torch.Tensor, np.ndarray, type)) or id(one) in seen:
         return
-    seen.add(id(one))
     if isinstance(one, KINDS):
+        seen.add(id(one))
         yield path or "itself", one
         return
     if depth == 0 or type(one).__module__.startswith(("torch._C", "torch.distributed")):
         return
+    seen.add(id(one))
     for name, child in _children(one):
         yield from _walk(child, f"{path}.{name}" if path else name, depth - 1, seen)
 

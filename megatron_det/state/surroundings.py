@@ -118,11 +118,10 @@ class PrivateGenerators:
 
 def _private(here: Here) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
-    for root, thing in _roots(here):
-        for path, one in generators.find(thing, depth=3):
-            if id(one) not in seen:
-                seen.add(id(one))
-                yield f"{root}/{path}", one
+    roots = list(_roots(here))  # held while ids are compared
+    for root, thing in roots:
+        for path, one in generators.find(thing, 3, seen):
+            yield f"{root}/{path}", one
 
 
 def _roots(here: Here) -> Iterator[tuple[str, Any]]:
@@ -190,18 +189,26 @@ class Autotune:
         return "winners of the autotuner; it ran again and time chose another kernel, or the kernel has changed"
 
 
+_tuners: tuple[int, list[tuple[str, Any]]] = (0, [])
+
+
 def tuners() -> list[tuple[str, Any]]:
-    """Every autotuner that a loaded module holds, by the module and name of the function that it tunes."""
+    """Every autotuner that a loaded module holds, by the module and name of the function that it tunes.
+
+    Looked for again whenever another number of modules is loaded: decorators make autotuners at import.
+    """
+    global _tuners
     triton = sys.modules.get("triton.runtime.autotuner")
+    if triton is None or _tuners[0] == len(sys.modules):
+        return _tuners[1]
     found: dict[str, Any] = {}
-    if triton is None:
-        return []
     for module in list(sys.modules.values()):
         for item in list(vars(module).values()) if isinstance(module, ModuleType) else ():
             # type(), not isinstance: lazy objects warn or import when they are asked for their class
             if issubclass(type(item), triton.Autotuner):
                 found[f"{item.base_fn.__module__}.{item.base_fn.__qualname__}"] = item
-    return sorted(found.items())
+    _tuners = (len(sys.modules), sorted(found.items()))
+    return _tuners[1]
 
 
 def _chosen(config: Any) -> str:

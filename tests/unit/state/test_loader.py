@@ -82,6 +82,25 @@ def test_the_same_batches_after_a_resume_and_with_other_workers(patched, kind):
     assert patched.counts()["dataloader-fetch"] > 0
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_at_and_after_the_end_of_an_epoch(patched, workers):
+    """24 samples an epoch: resumed just before its end, exactly at it, and within the next epoch."""
+
+    def cyclic(consumed: int, count: int, workers: int) -> list:
+        dataset = Noisy()
+        sampler = data_samplers.MegatronPretrainingRandomSampler(dataset, 24, consumed, 2, 0, 2, False)
+        source = torch.utils.data.DataLoader(
+            dataset, batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0
+        )
+        torch.manual_seed(consumed)
+        iterator = training.cyclic_iter(source)
+        return [[[float(x).hex() for x in row] for row in next(iterator)] for _ in range(count)]
+
+    straight = cyclic(0, 12, 0)
+    for consumed in (20, 24, 28):
+        assert cyclic(consumed, 5, workers) == straight[consumed // 4 : consumed // 4 + 5]
+
+
 def test_control_stock_loaders_depend_on_when_they_start(recording_only):
     torch.manual_seed(1)
     straight = batches(0, 2)
