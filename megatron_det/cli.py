@@ -211,6 +211,21 @@ def doctor(
     guarded(action)
 
 
+@app.command(epilog="Examples:\n\n  megatron-det explain embedding\n\n  megatron-det explain aten.index_put_")
+def explain(
+    id: Annotated[str, typer.Argument(metavar="ID", help="An operation of the catalogue, or a torch operation.")],
+) -> None:
+    """Say what the catalogue knows of an operation: its level, the reason, and the test that proves it."""
+
+    def action() -> int:
+        from megatron_det.contract import catalogue
+
+        print(catalogue.explain(id))
+        return 0
+
+    guarded(action)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def run(context: typer.Context) -> None:
     """Run a pretrain script where PyTorch's autoload is switched off (like python -m megatron_det.run)."""
