@@ -1,4 +1,4 @@
-"""Prints the cost model of docs/collectives.md: milliseconds of one all-reduce by plan, on paper, for stated bandwidths.
+"""Prints the cost model of docs/collectives.md: milliseconds of one all-reduce by plan, on paper.
 
 python scripts/cost_model.py --bytes 64M --near-gbs 450 --far-gbs 50
 """

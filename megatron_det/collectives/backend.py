@@ -48,6 +48,7 @@ class GroupState:
         self._cores["cpu"] = Core(self._gloo, settings)
         store.set(f"det/{rank}", f"{settings.node}\n{settings.shared()}")
         self._met = size == 1
+        self._per_node: int | None = None
 
     def label(self) -> str:
         return f"{self.name} {self.desc}" if self.desc not in ("", "undefined") else self.name
@@ -61,6 +62,8 @@ class GroupState:
             self._meet()
         core = self._cores[kind]
         core.wire.name = self.label()
+        if self._per_node and core.by_node is None:
+            core.by_node = ByNode(core, self._per_node)
         return core
 
     def _nccl(self) -> Wire:
@@ -85,9 +88,7 @@ class GroupState:
                 do="give all ranks the same settings.",
             )  # fmt: skip
         self._met = True
-        per_node = blocks([node for node, _, _ in said]) if self.settings.order == "tree" else None
-        for core in self._cores.values():
-            core.by_node = ByNode(core, per_node) if per_node else None
+        self._per_node = blocks([node for node, _, _ in said]) if self.settings.order == "tree" else None
 
     def cores(self) -> list[Core]:
         return list(self._cores.values())

@@ -148,7 +148,8 @@ class Core:
         """
         out, pieces = real(out), [real(piece) for piece in pieces]
         self.alone = out.numel() == 1
-        if any(_overlap(out, piece) for r, piece in enumerate(pieces) if r != self.me):
+        own = pieces[self.me].data_ptr() == out.data_ptr()  # in place, the usual form: nobody else reads it
+        if any(_overlap(out, piece) for r, piece in enumerate(pieces) if not (r == self.me and own)):
             whole = torch.empty_like(out)
             self.reduce_scatter(whole, pieces, reduction)
             out.copy_(whole)
@@ -195,7 +196,8 @@ class Core:
         return pending, shards
 
     def _nodes(self, size: int) -> ByNode | None:
-        return self.by_node if size >= self.settings.node_bytes else None
+        alone = self.alone and self.settings.wide_scalars  # added in fp64 at once, by nobody else
+        return self.by_node if size >= self.settings.node_bytes and not alone else None
 
 
 class ByNode:

@@ -6,7 +6,7 @@ vendor; everything else moves bytes. Every call first compares itself with the o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron_det.collectives.record import record
 from megatron_det.collectives.transport import check_tag
 from megatron_det.errors import Finding, Refused
 
+EXACT = {torch.uint8, torch.int8, torch.int32, torch.int64}  # gloo adds no other integers, NCCL these at least
 ORDERED = ("SUM", "AVG", "PREMUL_SUM", "MAX", "MIN")
 
 
@@ -27,15 +28,15 @@ def reduction_of(op: Any) -> Reduction:
     """The reduction of an options object. The factor of PREMUL_SUM lies in the op's pickled state."""
     kind = op.op if hasattr(op, "op") else op
     name = str(kind).rpartition(".")[2]
-    return Reduction(name, op.__getstate__()[1] if kind == ReduceOp.PREMUL_SUM else None)
+    return Reduction(name, float(op.__getstate__()[1]) if kind == ReduceOp.PREMUL_SUM else None)
 
 
 def refuse_unordered(operation: str, name: str, dtype: torch.dtype) -> Refused:
     return Refused(
         Finding(
             "DET-COLLECTIVE-OP", f"{operation} of {dtype}", name, " or ".join(ORDERED),
-            "There is no fixed order for this reduction, and nothing falls back to the vendor's.",
-            "use another reduction, or gather and reduce locally.",
+            "There is no plan for this reduction of this type, and nothing falls back to the vendor's.",
+            "use another reduction or type, or gather and reduce locally.",
         )
     )  # fmt: skip
 
@@ -45,8 +46,17 @@ def describe(*tensors: torch.Tensor) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
 
 
+def fit(operation: str, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Each output against the input that comes into it, before anything is sent. Raises: ValueError."""
+    for out, given in pairs:
+        if out.dtype != given.dtype or out.numel() != given.numel():
+            raise ValueError(f"{operation}: found an output of {describe(out)} for {describe(given)}")
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as one dimension of stride 1. ``view`` keeps the stride of a dimension of one element."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("a lazily conjugated or negated view: call resolve_conj() or resolve_neg() first")
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
@@ -84,7 +94,17 @@ class Operations:
         record(state.label(), state.size, operation, reduction, tensors, ordered)
         works = state.coalescing
         asynchronous = works is not None or bool(getattr(opts, "asyncOp", False))
-        work = state.lane.run(lambda: action(core), tensors, asynchronous)
+
+        def in_step() -> None:
+            before = core.wire.calls
+            try:
+                action(core)
+            except BaseException as error:
+                if core.wire.calls != before:
+                    core.wire.spoil(error)
+                raise
+
+        work = state.lane.run(in_step, tensors, asynchronous)
         if works is not None:
             works.append(work)
         return work
@@ -102,6 +122,8 @@ class Operations:
     def _is_ordered(self, operation: str, tensor: torch.Tensor, reduction: Reduction) -> bool:
         """Whether the sum is made here. Raises: Refused for a floating reduction without a plan."""
         if not (tensor.is_floating_point() or tensor.is_complex()):
+            if self.state.size > 1 and (tensor.dtype not in EXACT or reduction.name in ("AVG", "PREMUL_SUM")):
+                raise refuse_unordered(operation, reduction.name, tensor.dtype)
             return False
         named = reduction.name in ORDERED and not (tensor.is_complex() and reduction.by_key)
         if not named and self.state.size > 1:
@@ -185,6 +207,11 @@ class Operations:
         return self._scatter_each("reduce_scatter", outs, ins, opts or dist.ReduceScatterOptions())
 
     def _scatter_each(self, operation: str, outs: list[torch.Tensor], ins: list[Any], opts: Any) -> Any:
+        for out, pieces in zip(outs, ins, strict=True):
+            if len(pieces) != self.state.size or {piece.dtype for piece in pieces} != {out.dtype}:
+                raise ValueError(
+                    f"{operation}: found {len(pieces)} pieces for {self.state.size} ranks, or another dtype"
+                )
         op, reduction = opts.reduceOp, reduction_of(opts.reduceOp)
 
         def action(core: Core) -> None:
@@ -200,7 +227,7 @@ class Operations:
     def reduce_scatter_single_coalesced(self, outs: list[torch.Tensor], wholes: list[torch.Tensor], opts: Any = None,
                                         operation: str = "reduce_scatter_single_coalesced") -> Any:  # fmt: skip
         for out, whole in zip(outs, wholes, strict=True):
-            if whole.numel() != out.numel() * self.state.size:
+            if whole.dtype != out.dtype or whole.numel() != out.numel() * self.state.size:
                 raise ValueError(_misfit(operation, whole, out, self.state.size))
         pieces = [_rows(whole, self.state.size) for whole in wholes]
         return self._scatter_each(operation, outs, pieces, opts or dist.ReduceScatterOptions())
@@ -208,6 +235,11 @@ class Operations:
     # -- moves --------------------------------------------------------------------------------------------------------
 
     def _gather_each(self, operation: str, outs: list[list[torch.Tensor]], ins: list[torch.Tensor], opts: Any) -> Any:
+        for views, mine in zip(outs, ins, strict=True):
+            if len(views) != self.state.size:
+                raise ValueError(f"{operation}: found {len(views)} outputs for {self.state.size} ranks")
+            fit(operation, ((view, mine) for view in views))
+
         def action(core: Core) -> None:
             for views, mine in zip(outs, ins, strict=True):
                 core.wire.begin(Signature(operation, f"{str(mine.dtype).removeprefix('torch.')}[{mine.numel()}]"))
@@ -225,7 +257,7 @@ class Operations:
 
     def all_gather_single_coalesced(self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Any = None) -> Any:
         for out, mine in zip(outs, ins, strict=True):
-            if out.numel() != mine.numel() * self.state.size:
+            if out.dtype != mine.dtype or out.numel() != mine.numel() * self.state.size:
                 raise ValueError(_misfit("all_gather_single", out, mine, self.state.size))
         copies = [flat_out(out) for out in outs]
         views = [_rows(target, self.state.size) for target, _ in copies]
@@ -237,12 +269,16 @@ class Operations:
         return work
 
     def alltoall(self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Any = None) -> Any:
+        own = f"sends {[t.numel() for t in ins]}, receives {[t.numel() for t in outs]}"
+        if {len(outs), len(ins)} != {self.state.size} or len({t.dtype for t in (*ins, *outs)}) != 1:
+            raise ValueError(
+                f"all_to_all: found {own}; needed one piece of one dtype for each of {self.state.size} ranks"
+            )
+        fit("all_to_all, own piece", [(outs[self.state.rank], ins[self.state.rank])])
+
         def action(core: Core) -> None:
             same = str(ins[0].dtype).removeprefix("torch.")
-            own = f"sends {[t.numel() for t in ins]}, receives {[t.numel() for t in outs]}"
             flats = [flat_in(t) for t in ins]
-            if flats[core.me].numel() != outs[core.me].numel():
-                raise ValueError(f"all_to_all: this rank's own piece: {own}")
             core.wire.begin(Signature("all_to_all", same, own), sizes(ins, core.me), sizes(outs, core.me))
             _exchange_all(core, flats, outs)
 
@@ -273,6 +309,10 @@ class Operations:
 
     def gather(self, outs: list[list[torch.Tensor]], ins: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or dist.GatherOptions()
+        if self.state.rank == opts.rootRank:
+            if len(outs[0]) != self.state.size:
+                raise ValueError(f"gather: found {len(outs[0])} outputs for {self.state.size} ranks")
+            fit("gather", ((out, ins[0]) for out in outs[0]))
 
         def action(core: Core) -> None:
             root, mine = opts.rootRank, flat_in(ins[0])
@@ -287,6 +327,10 @@ class Operations:
 
     def scatter(self, outs: list[torch.Tensor], ins: list[list[torch.Tensor]], opts: Any = None) -> Any:
         opts = opts or dist.ScatterOptions()
+        if self.state.rank == opts.rootRank:
+            if len(ins[0]) != self.state.size:
+                raise ValueError(f"scatter: found {len(ins[0])} inputs for {self.state.size} ranks")
+            fit("scatter", ((outs[0], piece) for piece in ins[0]))
 
         def action(core: Core) -> None:
             root = opts.rootRank
@@ -323,7 +367,10 @@ class Operations:
 
     def _point(self, operation: str, tensors: list[torch.Tensor], call: Callable[[Any], Any]) -> Any:
         record(self.state.label(), self.state.size, operation, "-", tensors)
-        return call(self.state.core_for(tensors[0]).wire.vendor)
+        work = call(self.state.core_for(tensors[0]).wire.vendor)
+        if self.state.coalescing is not None:
+            self.state.coalescing.append(work)
+        return work
 
     # -- what is not served -------------------------------------------------------------------------------------------
 
@@ -339,6 +386,8 @@ def _rows(tensor: torch.Tensor, parts: int, split: list[int] | None = None) -> l
     """A tensor as one flat view per rank: by rows of the first dimension, or equal pieces."""
     whole = flat_in(tensor)
     if not split:
+        if whole.numel() % parts:
+            raise ValueError(f"found {list(tensor.shape)} to cut into {parts} equal pieces")
         size = whole.numel() // parts
         return [whole[r * size : (r + 1) * size] for r in range(parts)]
     row = whole.numel() // max(sum(split), 1)

@@ -124,6 +124,11 @@ class Wire:
         self._broken = lost(self.name, self.members, self.me, peer, self.signature, str(cause))
         return self._broken
 
+    def spoil(self, cause: BaseException) -> None:
+        """A call ended here after it had begun: this rank and the others are no longer in step."""
+        if self._broken is None:
+            self._broken = cause
+
     def bury(self, pending: Pending) -> None:
         """Keeps the tensors of an exchange that failed half-way: the vendor may still write to them."""
         self._graveyard.append(pending)

@@ -26,7 +26,7 @@ class DetWork(Work):
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
         self._tensors = tensors
-        self._over = threading.Event()
+        self.over = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._future: Future[Any] | None = None
@@ -36,14 +36,14 @@ class DetWork(Work):
         """Called once by whoever ran it."""
         with self._lock:
             self._error = error
-            self._over.set()
+            self.over.set()
             trigger = self._trigger
         if trigger is not None:
             trigger.set_result(None)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else None
-        if not self._over.wait(seconds):
+        if not self.over.wait(seconds):
             raise TimeoutError(f"a det collective did not finish within {timeout}")
         if self._error is not None:
             raise self._error
@@ -55,7 +55,7 @@ class DetWork(Work):
             if self._future is None:
                 self._trigger = Future()
                 self._future = self._trigger.then(self._value)
-                if self._over.is_set():
+                if self.over.is_set():
                     self._trigger.set_result(None)
             return self._future
 
@@ -65,10 +65,10 @@ class DetWork(Work):
         return self._tensors
 
     def is_completed(self) -> bool:
-        return self._over.is_set()
+        return self.over.is_set()
 
     def is_success(self) -> bool:
-        return self._over.is_set() and self._error is None
+        return self.over.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
         """What went wrong, once it is over; None before."""
@@ -146,9 +146,9 @@ class Several(Work):
         self.wait()
 
 
-def _outside_of_modes(action: Action) -> Action:
-    """Like a vendor's call: invisible to autograd and to function modes, in the caller's inference mode."""
-    inference = torch.is_inference_mode_enabled()
+def _outside_of_modes(action: Action, tensors: Tensors) -> Action:
+    """Like a vendor's call: invisible to autograd and to function modes; inference tensors may be written to."""
+    inference = torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors)
 
     def run() -> None:
         with torch.inference_mode(inference), torch.no_grad(), torch._C.DisableTorchFunction():
@@ -167,21 +167,34 @@ class Lane:
         self._name = name
         self._queue: queue.SimpleQueue[tuple[Action, DetWork] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: DetWork | None = None
+        self._busy: threading.Event | None = None  # set once the newest submitted operation is over
+        self._turn = threading.RLock()  # held while an operation runs, its callbacks included
         self._streams: dict[torch.device, Any] = {}
 
     def run(self, action: Action, tensors: Tensors, asynchronous: bool) -> Any:
         """Starts one operation. An error is raised here when it runs at once, else by the work's ``wait``."""
         if tensors and tensors[0].is_cuda:
-            return self._on_stream(_outside_of_modes(action), tensors, asynchronous)
-        action = _outside_of_modes(action)
+            return self._on_stream(_outside_of_modes(action, tensors), tensors, asynchronous)
+        action = _outside_of_modes(action, tensors)
         work = DetWork(tensors)
-        if asynchronous or not (self._last is None or self._last.is_completed()):
+        inside = threading.current_thread() is self._thread  # a callback: waiting for the queue would be for ever
+        if not inside and (asynchronous or not (self._busy is None or self._busy.is_set())):
             self._submit(action, work)
             return work
-        action()
-        work.finish()
+        with self._turn:
+            self._carry_out(action, work)
+        if not asynchronous:
+            work.wait()
         return work
+
+    @staticmethod
+    def _carry_out(action: Action, work: DetWork) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  handed to whoever waits
+            work.finish(error)
+        else:
+            work.finish()
 
     def _on_stream(self, action: Action, tensors: Tensors, asynchronous: bool) -> StreamWork:
         device = tensors[0].device
@@ -200,7 +213,7 @@ class Lane:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"det-{self._name}", daemon=True)
             self._thread.start()
-        self._last = work
+        self._busy = work.over
         self._queue.put((action, work))
 
     def stop(self) -> None:
@@ -213,9 +226,6 @@ class Lane:
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
             action, work = item
-            try:
-                action()
-            except Exception as error:  # noqa: BLE001  handed to whoever waits
-                work.finish(error)
-            else:
-                work.finish()
+            with self._turn:
+                self._carry_out(action, work)
+            del item, action, work  # the tensors belong to the caller again

@@ -209,3 +209,129 @@ def test_groups_of_all_kinds(placements):
 def test_what_is_not_served_raises_by_name(placements):
     for codes in placements[0].run(refusals, None):
         assert codes == ["DET-COLLECTIVE-OP", "DET-COLLECTIVE-TAG"]
+
+
+def chained(_: Any, rank: int, ranks: int) -> list[float]:
+    """A collective issued in the callback of another: runs at once, in its place."""
+    first, second = torch.tensor([float(rank)]), torch.tensor([10.0 * rank])
+
+    def then(_: Any) -> torch.Tensor:
+        return dist.all_reduce(second, async_op=True).get_future().wait()[0]
+
+    dist.all_reduce(first, async_op=True).get_future().then(then).wait()
+    return [first.item(), second.item()]
+
+
+def wrong_calls(_: Any, rank: int, ranks: int) -> list[str]:
+    """Outputs that do not fit are refused before anything is sent: the group can be used afterwards."""
+    ones = torch.ones(4)
+    calls = [
+        lambda: dist.all_gather_into_tensor(torch.zeros(4 * ranks, dtype=torch.bfloat16), ones),
+        lambda: dist.all_gather_into_tensor(torch.zeros(4 * ranks, dtype=torch.int32), ones),
+        lambda: (
+            dist.scatter(torch.zeros(4), [torch.ones(6)] * ranks if rank == 0 else None, src=0) if rank == 0 else 1 / 0
+        ),
+        lambda: dist.reduce_scatter_tensor(torch.zeros(2, dtype=torch.int32), torch.full((2 * ranks,), 0.5)),
+        lambda: dist.all_to_all_single(torch.zeros(7), torch.ones(7)),
+        lambda: dist.all_reduce(torch.ones(4, dtype=torch.int64), op=dist.ReduceOp.AVG),
+        lambda: dist.all_reduce(torch.ones(4, dtype=torch.int16)),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+            found.append("no error")
+        except Exception as error:  # noqa: BLE001  its kind is the answer
+            found.append(type(error).__name__)
+    total = torch.ones(4)
+    dist.all_reduce(total)
+    assert total.tolist() == [float(ranks)] * 4
+    return found
+
+
+def leaks(_: Any, rank: int, ranks: int) -> bool:
+    """Whether the group still holds the tensor of a call that is over."""
+    import gc
+    import time
+    import weakref
+
+    class Marker:
+        pass
+
+    tensor = torch.ones(10**5)
+    tensor.marker = Marker()
+    held = weakref.ref(tensor.marker)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    del tensor, work
+    for _ in range(20):
+        gc.collect()
+        if held() is None:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def inference(_: Any, rank: int, ranks: int) -> float:
+    with torch.inference_mode():
+        tensor = torch.ones(1000)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, async_op=True).wait()
+    return tensor[0].item()
+
+
+def needs_grad(_: Any, rank: int, ranks: int) -> float:
+    parameter = torch.nn.Parameter(torch.ones(1000))
+    dist.all_reduce(parameter)
+    return parameter[0].item()
+
+
+def overlapping(_: Any, rank: int, ranks: int) -> bool:
+    """An output that lies across its own piece and the next one."""
+    from megatron_det.collectives.ordered_sum import reference
+
+    size = 1000
+    buffers = [torch.randn(size * ranks + 7, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    mine = buffers[rank].clone()
+    out = mine[rank * size + 7 :][:size]
+    dist.reduce_scatter_tensor(out, mine[: size * ranks])
+    wanted = reference([b[: size * ranks] for b in buffers], "tree")[rank * size : (rank + 1) * size]
+    return torch.equal(out.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_a_collective_in_a_callback(placements):
+    for values in placements[0].run(chained, None):
+        assert values == [6.0, 60.0]
+
+
+def test_calls_that_do_not_fit_are_refused_before_anything_is_sent(placements):
+    for rank, found in enumerate(placements[0].run(wrong_calls, None)):
+        kinds = ["ValueError"] * 2 + ["ValueError" if rank == 0 else "ZeroDivisionError"] + ["ValueError"] * 2
+        assert found == [*kinds, "Refused", "Refused"], (rank, found)
+
+
+def test_nothing_is_held_after_a_call(placements):
+    assert placements[0].run(leaks, None) == [False] * 4
+
+
+def test_inference_tensors_parameters_and_overlaps(placements):
+    assert placements[0].run(inference, None) == [16.0] * 4
+    assert placements[0].run(needs_grad, None) == [4.0] * 4
+    assert placements[0].run(overlapping, None) == [True] * 4
+
+
+def wide(_: Any, rank: int, ranks: int) -> float:
+    value = torch.tensor([[1e8, 1.0, -1e8, 1.0][rank]])
+    dist.all_reduce(value)
+    return value.item()
+
+
+@pytest.mark.parametrize(("chosen", "sum_"), [(True, 2.0), (False, 0.0)])
+def test_wide_scalars_also_node_by_node(chosen, sum_):
+    """1e8 + 1 - 1e8 + 1: fp32 loses the ones, fp64 does not; linear order so that fp32 does lose them."""
+    common = {"wide_scalars": chosen, "trip_bytes": 0, "node_bytes": 1, "checks": "never"}
+    pool = Pool("det", [0, 1, 2, 3], [{**common, "node": node} for node in "aabb"])
+    try:
+        assert pool.run(wide, None) == [sum_] * 4
+    finally:
+        pool.close()

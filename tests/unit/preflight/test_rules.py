@@ -72,7 +72,7 @@ def test_every_argument_rule_fires(rule):
     ("code", "context"),
     [
         ("DET-NEEDS-DET", replace(SOUND, options=Options(ledger=None))),
-        ("DET-LEVEL", replace(SOUND, options=Options(det=True, level="placement"))),
+        ("DET-LEVEL", replace(SOUND, options=Options(det=True, level="elastic"))),
         ("DET-VERSION", replace(SOUND, versions={"megatron-core": "0.20.0", "torch": "2.14.1"})),
         ("DET-VERSION", replace(SOUND, versions={"megatron-core": None, "torch": "2.14.1"})),
         ("DET-VERSION", replace(SOUND, versions={"megatron-core": "0.19.2", "torch": "2.9.0"})),
