@@ -46,6 +46,10 @@ def cut(flat: torch.Tensor, parts: int) -> list[torch.Tensor]:
     return [flat[low:high] for low, high in pairwise(balanced(flat.numel(), parts))]
 
 
+def raw_bytes(flat: torch.Tensor) -> bytes:
+    return bytes(as_bytes(flat).numpy()) if flat.numel() else b""
+
+
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs of reals: they are added part by part."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
@@ -89,7 +93,7 @@ class Core:
         flat = real(flat)
         size = flat.numel() * flat.element_size()
         self.alone = flat.numel() == 1
-        if self.wire.inline(size):
+        if self.wire.inline(flat, size):
             self._take("inline")
             self._inline(flat, reduction, signature, root)
             return
@@ -107,13 +111,19 @@ class Core:
             self._pieces(flat, reduction, root)
 
     def _inline(self, flat: torch.Tensor, reduction: Reduction, signature: Signature, root: int | None) -> None:
-        payload = bytes(as_bytes(flat).cpu().numpy()) if flat.numel() else b""
-        arrived = self.wire.begin(signature, payload=payload)
-        if flat.numel() and root in (None, self.me):
-            shards = [flat] * self.ranks
+        riding = dict.fromkeys(self.wire.others, raw_bytes(flat))
+        arrived = self.wire.begin(signature, payload=riding, size=flat.numel() * flat.element_size())
+        if root in (None, self.me):
+            self._sum_arrived(arrived, flat, flat, reduction)
+
+    def _sum_arrived(
+        self, arrived: dict[int, bytes], mine: torch.Tensor, out: torch.Tensor, reduction: Reduction
+    ) -> None:
+        if out.numel():
+            shards = [mine] * self.ranks
             for rank, raw in arrived.items():
-                shards[rank] = torch.frombuffer(bytearray(raw), dtype=flat.dtype).to(flat.device)
-            self._sum(shards, flat, reduction, frozenset(arrived))
+                shards[rank] = torch.frombuffer(bytearray(raw), dtype=out.dtype)
+            self._sum(shards, out, reduction, frozenset(arrived))
 
     def _small(self, flat: torch.Tensor, reduction: Reduction, root: int | None) -> None:
         mine = root in (None, self.me)
@@ -141,17 +151,30 @@ class Core:
 
     # -- reduce-scatter -----------------------------------------------------------------------------------------------
 
-    def reduce_scatter(self, out: torch.Tensor, pieces: Views, reduction: Reduction) -> None:
+    def reduce_scatter(self, out: torch.Tensor, pieces: Views, reduction: Reduction, signature: Signature) -> None:
         """``pieces[r]`` goes to rank r; ``out`` gets the reduction of what all ranks had for this one.
 
-        The call is begun by the caller: sizes may differ from rank to rank.
+        Sizes may differ from piece to piece, so each rank compares what it gets with what it expects.
         """
         out, pieces = real(out), [real(piece) for piece in pieces]
         self.alone = out.numel() == 1
+        sends = {r: pieces[r].numel() * pieces[r].element_size() for r in self.wire.others}
+        size = out.numel() * out.element_size()
+        wants = dict.fromkeys(self.wire.others, size)
+        if self.wire.inline(out, max([size, *sends.values()])):
+            self._take("inline")
+            riding = {r: raw_bytes(pieces[r]) for r in self.wire.others}
+            arrived = self.wire.begin(signature, sends, wants, riding, size)
+            self._sum_arrived(arrived, pieces[self.me], out, reduction)
+            return
+        self.wire.begin(signature, sends, wants)
+        self._scatter(out, pieces, reduction)
+
+    def _scatter(self, out: torch.Tensor, pieces: Views, reduction: Reduction) -> None:
         own = pieces[self.me].data_ptr() == out.data_ptr()  # in place, the usual form: nobody else reads it
         if any(_overlap(out, piece) for r, piece in enumerate(pieces) if not (r == self.me and own)):
             whole = torch.empty_like(out)
-            self.reduce_scatter(whole, pieces, reduction)
+            self._scatter(whole, pieces, reduction)
             out.copy_(whole)
             return
         even = all(piece.numel() == out.numel() for piece in pieces)

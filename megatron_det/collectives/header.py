@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megatron_det.errors import GuaranteeBroken
 
 TEXT = 320
-INLINE = 176
+INLINE = 4096 - 336
 SIZE = 16 + TEXT + INLINE
 
 

@@ -186,11 +186,11 @@ class Operations:
             raise ValueError(
                 f"reduce_scatter: found an output of {list(out.shape)}; {ins[core.me].numel()} elements needed"
             )
-        wants = dict.fromkeys(core.wire.others, target.numel() * target.element_size())
-        core.wire.begin(signature, sizes(ins, core.me), wants)
         if self._is_ordered("reduce_scatter", out, reduction):
-            core.reduce_scatter(target, ins, reduction)
+            core.reduce_scatter(target, ins, reduction, signature)
         elif core.ranks > 1:
+            wants = dict.fromkeys(core.wire.others, target.numel() * target.element_size())
+            core.wire.begin(signature, sizes(ins, core.me), wants)
             self._exact_scatter(core, target, ins, op)
         else:
             target.copy_(ins[0])

@@ -82,26 +82,28 @@ class Wire:
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def begin(self, signature: Signature, sends: dict[int, int] | None = None, wants: dict[int, int] | None = None,
-              payload: bytes = b"") -> dict[int, bytes]:  # fmt: skip
+              payload: dict[int, bytes] | None = None, size: int = 0) -> dict[int, bytes]:  # fmt: skip
         """Starts a call: compares it with what the others are about to do. Returns their payloads, by rank.
 
-        ``sends`` and ``wants``: bytes per peer, where they may differ from rank to rank.
+        ``sends`` and ``wants``: bytes per peer, where they may differ from rank to rank. ``payload``: what rides to
+        each peer in its header; ``size``: the bytes that ride in each header to this rank.
         Raises: CollectiveError when they disagree, or one does not answer.
         """
         if self._broken is not None:
             raise self._broken
         self.signature = signature
         self.calls += 1
-        if not self.checks_now():
+        if not self.checked(self.calls):
             return {}
-        return self.header(signature, sends or {}, wants or {}, payload)
+        return self.header(signature, sends or {}, wants or {}, payload or {}, size)
 
     def header(
-        self, signature: Signature, sends: dict[int, int], wants: dict[int, int], payload: bytes
+        self, signature: Signature, sends: dict[int, int], wants: dict[int, int], payload: dict[int, bytes], size: int
     ) -> dict[int, bytes]:
         """One round: everybody's header to everybody."""
         arrived = {r: torch.empty(SIZE, dtype=torch.uint8) for r in self.others}
-        heads = [(r, torch.frombuffer(pack(signature, sends.get(r, 0), payload), dtype=torch.uint8)) for r in arrived]
+        packed = {r: pack(signature, sends.get(r, 0), payload.get(r, b"")) for r in arrived}
+        heads = [(r, torch.frombuffer(head, dtype=torch.uint8)) for r, head in packed.items()]
         self.header_exchange(heads, list(arrived.items())).wait()
         raw = {r: bytes(head.numpy()) for r, head in arrived.items()}
         error = disagreement(
@@ -110,14 +112,14 @@ class Wire:
         if error is not None:
             self._broken = error
             raise error
-        return {r: head[16 + TEXT : 16 + TEXT + len(payload)] for r, head in raw.items()}
+        return {r: head[16 + TEXT : 16 + TEXT + size] for r, head in raw.items()}
 
-    def checks_now(self) -> bool:
-        return self.checks == "always" or (self.checks == "first" and self.calls <= FIRST)
+    def checked(self, call: int) -> bool:
+        return self.checks == "always" or (self.checks == "first" and call <= FIRST)
 
-    def inline(self, size: int) -> bool:
-        """Whether a payload of so many bytes rides in the header."""
-        return size <= INLINE and self.checks_now()
+    def inline(self, tensor: torch.Tensor, size: int) -> bool:
+        """Whether pieces of at most so many bytes ride in the header of the coming call. Host memory only."""
+        return size <= INLINE and not tensor.is_cuda and self.ranks > 1 and self.checked(self.calls + 1)
 
     def fail(self, cause: RuntimeError, peer: int | None = None) -> BaseException:
         """The vendor failed: the error to raise, and what every later call gets."""
@@ -143,7 +145,7 @@ class Wire:
             raise self._broken
         self.signature = Signature("barrier", "")
         self.calls += 1
-        self.header(self.signature, {}, {}, b"")
+        self.header(self.signature, {}, {}, {}, 0)
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
