@@ -88,11 +88,11 @@ class StreamWork(Work):
     def __init__(self, tensors: Tensors, stream: Any) -> None:
         super().__init__()
         self._tensors, self._stream = tensors, stream
-        self._event = torch.cuda.Event()
-        self._event.record(stream)
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        torch.cuda.current_stream(self._stream.device).wait_event(self.event)
         return True
 
     def get_future(self) -> Future[Any]:
@@ -102,7 +102,7 @@ class StreamWork(Work):
         return future
 
     def is_completed(self) -> bool:
-        return bool(self._event.query())
+        return bool(self.event.query())
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -170,6 +170,7 @@ class Lane:
         self._busy: threading.Event | None = None  # set once the newest submitted operation is over
         self._turn = threading.RLock()  # held while an operation runs, its callbacks included
         self._streams: dict[torch.device, Any] = {}
+        self._events: dict[torch.device, Any] = {}
 
     def run(self, action: Action, tensors: Tensors, asynchronous: bool) -> Any:
         """Starts one operation. An error is raised here when it runs at once, else by the work's ``wait``."""
@@ -201,13 +202,18 @@ class Lane:
         current = torch.cuda.current_stream(device)
         own = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream = own if asynchronous else current
-        stream.wait_stream(current if asynchronous else own)
+        if asynchronous:
+            stream.wait_stream(current)
+        if device in self._events:  # one operation after another, whatever streams they came on: scratch is shared
+            stream.wait_event(self._events[device])
         with torch.cuda.stream(stream):
             action()
         if asynchronous:
             for tensor in tensors:
                 tensor.record_stream(stream)
-        return StreamWork(tensors, stream)
+        work = StreamWork(tensors, stream)
+        self._events[device] = work.event
+        return work
 
     def _submit(self, action: Action, work: DetWork) -> None:
         if self._thread is None:
