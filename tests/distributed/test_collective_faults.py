@@ -94,7 +94,7 @@ def different_settings(rank: int) -> None:
     dist.all_reduce(torch.ones(4), group=group)
 
 
-def worker(rank: int, case: str, port: int, answers) -> None:
+def worker(rank: int, case: str, port: int, answers, done) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     register()
@@ -107,18 +107,20 @@ def worker(rank: int, case: str, port: int, answers) -> None:
         answers.put((rank, getattr(getattr(error, "finding", None), "code", type(error).__name__), str(error)))
     answers.close()
     answers.join_thread()
+    done.wait(LIMIT)  # rank 0 holds the store that the others still read
     os._exit(0)  # a broken group cannot be taken down in good order
 
 
 def play(case: str, expected: int) -> dict[int, tuple[str, str]]:
     context = mp.get_context("spawn")
-    answers, port = context.Queue(), free_port()
-    processes = [context.Process(target=worker, args=(rank, case, port, answers)) for rank in range(3)]
+    answers, done, port = context.Queue(), context.Event(), free_port()
+    processes = [context.Process(target=worker, args=(rank, case, port, answers, done)) for rank in range(3)]
     for process in processes:
         process.start()
     try:
         got = [answers.get(timeout=LIMIT) for _ in range(expected)]
     finally:
+        done.set()
         for process in processes:
             process.join(1)
             if process.is_alive():
