@@ -335,3 +335,39 @@ def test_wide_scalars_also_node_by_node(chosen, sum_):
         assert pool.run(wide, None) == [sum_] * 4
     finally:
         pool.close()
+
+
+def accumulate(_: Any, rank: int, ranks: int) -> list[bool]:
+    """Megatron's reduce-scatter with fp32 accumulation, stock and ours: does a slice get the bits of the whole?"""
+    from megatron.core.distributed import reduce_scatter_with_fp32_accumulation as module
+
+    from megatron_det.patching.inventory.collectives import _fp32_accumulation
+
+    stock, ran = module.reduce_scatter_with_fp32_accumulation, []
+    ours = _fp32_accumulation(stock, lambda: ran.append(1))
+    whole = torch.randn(ranks, 1003, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank % 4)
+
+    def slice_keeps_its_bits(function: Any) -> bool:
+        def call(low: int, high: int) -> torch.Tensor:
+            out = torch.empty(high - low)
+            function(out, whole[:, low:high].contiguous().view(-1), dist.ReduceOp.SUM, None, False)
+            return out.view(torch.int32)
+
+        full = call(0, 1003)
+        borders = ((0, 7), (5, 37), (900, 1003))
+        slices = [call(low, high) for low, high in borders]  # all ranks make all calls
+        return all(torch.equal(s, full[low:high]) for s, (low, high) in zip(slices, borders, strict=True))
+
+    answer = [slice_keeps_its_bits(stock), slice_keeps_its_bits(ours)]
+    return [*answer, len(ran) == 4]
+
+
+def test_fp32_accumulation_keeps_its_bits_and_stock_does_not():
+    """From five ranks on torch.sum(dim=0), which stock Megatron uses, follows the position of the element."""
+    pool = Pool("det", [0, 1, 2, 3, 4])
+    try:
+        answers = pool.run(accumulate, None)
+    finally:
+        pool.close()
+    assert not all(stock for stock, _, _ in answers), "the control"
+    assert all(ours and counted for _, ours, counted in answers)

@@ -33,7 +33,7 @@ def test_buckets_overlap_and_placement_do_not_matter(config, flags, launch, veri
     assert "changed arguments: ddp_bucket_size, overlap_grad_reduce" in verdict.output
 
 
-def test_optimizer_instances_and_fp32_accumulation(launch, verify):
+def test_optimizer_instances(launch, verify):
     """Two instances of the distributed optimizer: reduce-scatter, then all-reduce, on groups of their own."""
     flags = ("--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce", "--ddp-bucket-size", "40000")
     verdict = verify([*QUICK, *vary(MOVED, "--ddp-bucket-size 90000")], launch(4, "gpt", *flags))
