@@ -18,13 +18,15 @@ MOVED = "--det-placement 3,1,0,2"
 QUICK = ["--iters", "3", "--resume-at", "2", "--runs", "1"]
 TP2 = ("--tensor-model-parallel-size", "2")
 EP2 = ("--expert-model-parallel-size", "2")
+SP = (*TP2, "--sequence-parallel", "--spec", "megatron_det.specs", "gpt_layer_spec")  # stock local norms refuse it
 
 
 def vary(*texts: str) -> list[str]:
     return [word for text in texts for word in ("--vary", text)]
 
 
-@pytest.mark.parametrize(("config", "flags"), [("gpt", TP2), ("moe", EP2)], ids=["gpt-tp2-dp2", "moe-ep2-dp2"])
+@pytest.mark.parametrize(("config", "flags"), [("gpt", TP2), ("gpt", SP), ("moe", EP2)],
+                         ids=["gpt-tp2-dp2", "gpt-tp2-dp2-sequence-parallel", "moe-ep2-dp2"])  # fmt: skip
 def test_buckets_overlap_and_placement_do_not_matter(config, flags, launch, verify):
     verdict = verify([*QUICK, *vary(SPLIT, GATHER, MOVED)], launch(4, config, *flags))
     assert verdict.code == 0, verdict.output
