@@ -6,7 +6,7 @@ vendor; everything else moves bytes. Every call first compares itself with the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron_det.collectives.header import Signature
 from megatron_det.collectives.ordered_sum import Reduction
 from megatron_det.collectives.record import record
 from megatron_det.collectives.transport import check_tag
+from megatron_det.collectives.views import describe, fit, flat_in, flat_out, misfit, rows, sizes
 from megatron_det.errors import Finding, Refused
 
 EXACT = {torch.uint8, torch.int8, torch.int32, torch.int64}  # gloo adds no other integers, NCCL these at least
@@ -39,45 +40,6 @@ def refuse_unordered(operation: str, name: str, dtype: torch.dtype) -> Refused:
             "use another reduction or type, or gather and reduce locally.",
         )
     )  # fmt: skip
-
-
-def describe(*tensors: torch.Tensor) -> str:
-    """dtype and shape, as they are compared between ranks."""
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
-
-
-def fit(operation: str, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Each output against the input that comes into it, before anything is sent. Raises: ValueError."""
-    for out, given in pairs:
-        if out.dtype != given.dtype or out.numel() != given.numel():
-            raise ValueError(f"{operation}: found an output of {describe(out)} for {describe(given)}")
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as one dimension of stride 1. ``view`` keeps the stride of a dimension of one element."""
-    if tensor.is_conj() or tensor.is_neg():
-        raise ValueError("a lazily conjugated or negated view: call resolve_conj() or resolve_neg() first")
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def flat_out(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A flat view to write to, and what to do afterwards: a strided tensor is written through a copy."""
-    if tensor.is_contiguous():
-        return flat(tensor), lambda: None
-    whole = flat(tensor.contiguous())
-
-    def finish() -> None:
-        tensor.detach().copy_(whole.view(tensor.shape))
-
-    return whole, finish
-
-
-def flat_in(tensor: torch.Tensor) -> torch.Tensor:
-    return flat(tensor.contiguous())
-
-
-def sizes(views: Views, me: int) -> dict[int, int]:
-    return {r: view.numel() * view.element_size() for r, view in enumerate(views) if r != me}
 
 
 class Operations:
@@ -228,8 +190,8 @@ class Operations:
                                         operation: str = "reduce_scatter_single_coalesced") -> Any:  # fmt: skip
         for out, whole in zip(outs, wholes, strict=True):
             if whole.dtype != out.dtype or whole.numel() != out.numel() * self.state.size:
-                raise ValueError(_misfit(operation, whole, out, self.state.size))
-        pieces = [_rows(whole, self.state.size) for whole in wholes]
+                raise ValueError(misfit(operation, whole, out, self.state.size))
+        pieces = [rows(whole, self.state.size) for whole in wholes]
         return self._scatter_each(operation, outs, pieces, opts or dist.ReduceScatterOptions())
 
     # -- moves --------------------------------------------------------------------------------------------------------
@@ -258,9 +220,9 @@ class Operations:
     def all_gather_single_coalesced(self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Any = None) -> Any:
         for out, mine in zip(outs, ins, strict=True):
             if out.dtype != mine.dtype or out.numel() != mine.numel() * self.state.size:
-                raise ValueError(_misfit("all_gather_single", out, mine, self.state.size))
+                raise ValueError(misfit("all_gather_single", out, mine, self.state.size))
         copies = [flat_out(out) for out in outs]
-        views = [_rows(target, self.state.size) for target, _ in copies]
+        views = [rows(target, self.state.size) for target, _ in copies]
         work = self._gather_each("all_gather_single", views, ins, opts)
         if any(not out.is_contiguous() for out in outs):
             work.wait()
@@ -290,7 +252,7 @@ class Operations:
         """Splits are in rows; empty lists mean equal rows."""
         if not out.is_contiguous():
             raise ValueError(f"all_to_all_single: found an output of stride {out.stride()}; a contiguous one is needed")
-        return self.alltoall(_rows(out, self.state.size, outs), _rows(sent, self.state.size, ins), opts)
+        return self.alltoall(rows(out, self.state.size, outs), rows(sent, self.state.size, ins), opts)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or dist.BroadcastOptions()
@@ -376,22 +338,6 @@ class Operations:
 
     def allreduce_sparse(self, *_: Any, **__: Any) -> Any:
         raise refuse_unordered("all_reduce of a sparse tensor", "allreduce_sparse", torch.float32)
-
-
-def _misfit(operation: str, whole: torch.Tensor, piece: torch.Tensor, ranks: int) -> str:
-    return f"{operation}: found {list(whole.shape)} for pieces of {list(piece.shape)} from {ranks} ranks"
-
-
-def _rows(tensor: torch.Tensor, parts: int, split: list[int] | None = None) -> list[torch.Tensor]:
-    """A tensor as one flat view per rank: by rows of the first dimension, or equal pieces."""
-    whole = flat_in(tensor)
-    if not split:
-        if whole.numel() % parts:
-            raise ValueError(f"found {list(tensor.shape)} to cut into {parts} equal pieces")
-        size = whole.numel() // parts
-        return [whole[r * size : (r + 1) * size] for r in range(parts)]
-    row = whole.numel() // max(sum(split), 1)
-    return list(whole.split([rows * row for rows in split]))
 
 
 def _exchange_all(core: Core, ins: Views, outs: Views) -> None:

@@ -152,9 +152,10 @@ class Kernels(Seen):
                 layout = list(_buckets(chunk, names))
                 if layout:
                     yield f"buckets/chunk{index}", values_seal(layout)
+        known = torch.distributed.distributed_c10d._world.pg_group_ranks
         for name, item in vars(parallel_state).items():
-            if isinstance(item, torch.distributed.ProcessGroup):
-                yield f"group/{name.strip('_').lower()}", torch.distributed.get_process_group_ranks(item)
+            if isinstance(item, torch.distributed.ProcessGroup) and item in known:  # a destroyed one may still be named
+                yield f"group/{name.strip('_').lower()}", list(known[item])
 
 
 def _buckets(chunk: Any, names: dict[int, str]) -> Iterator[tuple[str, list[str]]]:
