@@ -33,8 +33,9 @@ class Verdict:
 
 
 def environment() -> dict[str, str]:
-    """The user's environment, with our commands on the path and nothing of torchrun's left over."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    """The user's environment, with our commands on the path and nothing left over of torchrun or of a built model."""
+    left = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in left and not k.startswith("NVTE_")}
     return {**kept, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "100"}
 
 
